@@ -91,8 +91,17 @@ class AnswersTheFenced(ExpertServer):
     def requests(self):
         for (source, lane), seen in self._seen.items():
             bell = self._view.dispatch_bell(self.rank, source, lane).read()
-            if bell.sequence != seen:
+            if bell != seen:
                 yield Request(source, lane, bell)
+
+
+class ComparesSequences(ExpertServer):
+    """And not epochs and counts."""
+
+    def requests(self):
+        for request in super().requests():
+            if request.bell.sequence != self._seen[request.source, request.lane].sequence:
+                yield request
 
 
 class LeavesOldRequests(ExpertServer):
@@ -102,7 +111,7 @@ class LeavesOldRequests(ExpertServer):
         super().__init__(*given)
         ranks = range(self._view.layout.ranks)
         self._seen = {
-            (source, lane): self._view.dispatch_bell(self.rank, source, lane).read().sequence
+            (source, lane): self._view.dispatch_bell(self.rank, source, lane).read()
             for source in ranks
             for lane in range(LANES)
         }
@@ -113,7 +122,7 @@ BUGS = {
     "nothing sent again": Parts(owner=SendsNothingAgain),
     "lost rows forgotten": Parts(owner=ForgetsLostRows),
     "a busy rank rung": Parts(owner=RingsABusyRank),
-    "sequences begin anew": Parts(owner=BeginsAnew),
+    "sequences begin anew": Parts(owner=BeginsAnew, server=ComparesSequences),
     "doorbell before payload": Parts(server=RingsFirst),
     "no fences": Parts(owner=IgnoresItsFence, server=AnswersTheFenced),
     "old requests left": Parts(server=LeavesOldRequests),

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import Thread
 from time import monotonic
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ import torch
 
 from tripool.errors import ExchangeError, RankFenced
 from tripool.experts.exchange import ExpertServer, Owner, QuantizedRows, SharedView, combine
-from tripool.experts.layout import Layout
+from tripool.experts.layout import Bell, Layout
 from tripool.kernels.cpu8.exchange import NativeExchange
 from tripool.kernels.cpu8.library import library, set_threads
 from tripool.kernels.cpu8.sublayers import Moe8
@@ -55,8 +56,10 @@ def layout(ranks: int, slab_rows: int = 16) -> Layout:
 class Ranks:
     """`native`: how many of the ranks are in C; the others have memory only."""
 
-    def __init__(self, shape: Layout, native: int, deadline_s: float = DEADLINE_S) -> None:
-        self.layout, self.memory = shape, np.zeros(shape.num_bytes, np.uint8)
+    def __init__(
+        self, shape: Layout, native: int, deadline_s: float = DEADLINE_S, memory: np.ndarray | None = None
+    ) -> None:
+        self.layout, self.memory = shape, np.zeros(shape.num_bytes, np.uint8) if memory is None else memory
         self.view = SharedView(shape, self.memory)
         self.layers = [[Moe8(weights(1)), Moe8(weights(2, shared=False))] for _ in range(native)]
         self.exchanges = [
@@ -74,7 +77,7 @@ class Ranks:
 
 
 @contextmanager
-def ranks(shape: Layout, native: int | None = None, **options: float) -> Iterator[Ranks]:
+def ranks(shape: Layout, native: int | None = None, **options: Any) -> Iterator[Ranks]:
     made = Ranks(shape, shape.ranks if native is None else native, **options)
     try:
         yield made
@@ -259,6 +262,22 @@ def test_a_wait_has_a_deadline() -> None:
         group.install(2, placement("blocks", 1), lost=[1])
         x = torch.randn(2, HIDDEN)
         assert torch.equal(group.run(0, 0, x), alone(0, x))
+
+
+@pytest.mark.parametrize("last", [5, 2**31 + 9, 2**32 - 1])
+def test_a_new_process_goes_on_with_newer_sequences(last: int) -> None:
+    """Also in the second half of the numbers, and after the last; the other rank was never asked."""
+    x = torch.randn(2, HIDDEN, generator=torch.Generator().manual_seed(13))
+    shape = layout(3)
+    memory = np.zeros(shape.num_bytes, np.uint8)
+    view = SharedView(shape, memory)
+    for lane in (0, 1):
+        for bell in (view.dispatch_bell(2, 0, lane), view.combine_bell(0, 2, lane)):
+            bell.ring(Bell(1, 4, last))
+    with ranks(shape, memory=memory) as group:
+        group.install(2, placement("last", 3))
+        assert torch.equal(group.run(0, 0, x), alone(0, x))
+        assert (last + 1) % 2**32 in {view.dispatch_bell(2, 0, lane).read().sequence for lane in (0, 1)}
 
 
 def test_another_model_is_refused() -> None:

@@ -62,8 +62,8 @@ class Rank:
         self._exchange, self._file, self._worker_id, self._channel = exchange, file, worker_id, channel
         self._end_process = end_process
         self._map: ExpertMap | None = None
-        self._seen: tuple[int, int] | None = None
-        """Identity of the file that was read last."""
+        self._seen = b""
+        """The file as it was read last. Not its inode and time: a file system gives both again within a moment."""
         self._has_map, self._leaving = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="tripool-rank", daemon=True)
         self._thread.start()
@@ -112,13 +112,12 @@ class Rank:
     def _install(self) -> None:
         """The newest map, if it is another one and, the first time, if it names this rank."""
         try:
-            found = self._file.stat()
-            if (found.st_ino, found.st_mtime_ns) == self._seen:
-                return
-            new = ExpertMap.decode(self._file.read_bytes())
+            found = self._file.read_bytes()
         except FileNotFoundError:
             return  # no rank is there yet, or the run is over
-        self._seen = found.st_ino, found.st_mtime_ns
+        if found == self._seen:
+            return
+        new, self._seen = ExpertMap.decode(found), found
         if self._map is not None or self._exchange.rank not in new.gone:
             self._use(new)
 

@@ -202,8 +202,8 @@ class Supervisor:
             self._ended(child, f"suspected by the gateway{', and busy' if busy else ''}", busy=busy)
 
     def _end_silent(self, instance: str, report: SilentRank) -> None:
-        """A report under an older map concerns a rank that has been given up since."""
-        if instance not in self._instances or report.map_epoch != self._instances[instance].epoch:
+        """A report may concern a process that has been given up since."""
+        if instance not in self._instances or not self._instances[instance].is_there(report.rank, report.map_epoch):
             return
         for child in list(self._children.values()):
             if (child.spec.instance, child.spec.rank, child.ready) != (instance, report.rank, True):

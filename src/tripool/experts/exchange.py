@@ -149,7 +149,9 @@ class Owner:
         self.rank, self._lane, self._view = rank, lane, view
         self._slab = view.slab(rank, lane)
         bells = [view.dispatch_bell(other, rank, lane).read() for other in range(view.layout.ranks)]
-        self._sequence = max(bell.sequence for bell in bells)
+        used = [bell.sequence for bell in bells if bell.count]
+        # They begin again after 2**32 requests: the newest is the one that none of the others follows.
+        self._sequence = max(used, key=lambda one: (one - used[0] + 2**31) % 2**32, default=0)
         self._segments: list[_Segment] = []
         self._levels: dict[int, Levels] = {}
         self._epoch = 0
@@ -205,7 +207,7 @@ class Owner:
         busy = {s.rank for s in self._segments if s.bell is not None and not s.answered}
         for segment in self._segments:
             if segment.bell is None and segment.rank not in busy:
-                self._sequence += 1
+                self._sequence = (self._sequence + 1) % 2**32
                 segment.bell = Bell(self._epoch, segment.count, self._sequence)
                 self._slab.segments[segment.rank] = (segment.offset, segment.count)
                 self._view.dispatch_bell(segment.rank, self.rank, self._lane).ring(segment.bell)
@@ -265,7 +267,7 @@ class ExpertServer:
     def __init__(self, view: SharedView, rank: int, compute: Compute) -> None:
         self.rank, self._view, self._compute = rank, view, compute
         self._seen = {
-            (source, lane): view.combine_bell(source, rank, lane).read().sequence
+            (source, lane): view.combine_bell(source, rank, lane).read()
             for source in range(view.layout.ranks)
             for lane in range(LANES)
         }
@@ -274,13 +276,13 @@ class ExpertServer:
         """What has arrived and is not answered, without requests of fenced ranks."""
         for (source, lane), seen in self._seen.items():
             bell = self._view.dispatch_bell(self.rank, source, lane).read()
-            if bell.sequence != seen and not older(bell.epoch, int(self._view.fence(source)[0])):
+            if bell != seen and not older(bell.epoch, int(self._view.fence(source)[0])):
                 yield Request(source, lane, bell)
 
     def answer(self, request: Request) -> bool:
         """Compute and write the rows; False if the slab no longer holds this request, which then has no answer."""
         source, lane, bell = request.source, request.lane, request.bell
-        self._seen[source, lane] = bell.sequence
+        self._seen[source, lane] = bell
         slab, layout = self._view.slab(source, lane), self._view.layout
         layer, (offset, count) = int(slab.head[0]["layer"]), slab.segments[self.rank].tolist()
         if count != bell.count or offset + count > layout.entries or layer >= layout.layers:

@@ -255,15 +255,19 @@ static void feed_experts(const Moe *m, float *x, int rows) {
 
 /* ---- beginning and end ------------------------------------------------------------------------------------------ */
 
-/* Goes on with newer sequences than an earlier process of this rank used, and answers what that one did not. */
+/* Goes on with newer sequences than an earlier process of this rank used, and answers what that one did not. Sequences
+ * begin again after 2^32 requests, so the newest is the one that none of the others follows. */
 static void resume(Exchange *x) {
     const ExchangeMemory *at = &x->at;
-    for (int other = 0; other < at->ranks; other++)
-        for (int lane = 0; lane < PARITIES; lane++) {
-            const uint32_t used = (uint32_t)atomic_load(dispatch_bell(x, other, at->rank, lane));
-            if ((int32_t)(used - x->sequence[lane]) > 0) x->sequence[lane] = used;
-            atomic_store(&x->seen[other * PARITIES + lane], (uint32_t)atomic_load(combine_bell(x, other, at->rank, lane)));
+    for (int lane = 0; lane < PARITIES; lane++) {
+        uint64_t newest = 0; /* no request has this word: each has a count */
+        for (int other = 0; other < at->ranks; other++) {
+            const uint64_t used = atomic_load(dispatch_bell(x, other, at->rank, lane));
+            if (used && (!newest || (int32_t)((uint32_t)used - (uint32_t)newest) > 0)) newest = used;
+            atomic_store(&x->seen[other * PARITIES + lane], atomic_load(combine_bell(x, other, at->rank, lane)));
         }
+        x->sequence[lane] = (uint32_t)newest;
+    }
     Signal *signals[] = {server_signal(x, at->rank), owner_signal(x, at->rank)};
     for (int i = 0; i < 2; i++) {
         atomic_store(&signals[i]->asleep, 0);

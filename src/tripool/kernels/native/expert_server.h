@@ -83,7 +83,7 @@ static void run_experts(Workspace *space, const Moe *m, const Rows *input, const
 static int is_request(const Exchange *x, int number, uint64_t *bell) {
     const int source = number / PARITIES;
     *bell = atomic_load_explicit(dispatch_bell(x, x->at.rank, source, number % PARITIES), memory_order_acquire);
-    return (uint32_t)*bell != atomic_load_explicit(&x->seen[number], memory_order_relaxed) &&
+    return *bell != atomic_load_explicit(&x->seen[number], memory_order_relaxed) &&
            !older(BELL_EPOCH(*bell), atomic_load_explicit(fence_of(x, source), memory_order_relaxed));
 }
 
@@ -129,7 +129,7 @@ static int serve_one(Exchange *x, int parallel) {
             atomic_store_explicit(combine_bell(x, source, x->at.rank, lane), bell, memory_order_release);
             wake(owner_signal(x, source));
         }
-        atomic_store_explicit(&x->seen[number], (uint32_t)bell, memory_order_relaxed);
+        atomic_store_explicit(&x->seen[number], bell, memory_order_relaxed);
     }
     atomic_store_explicit(&x->serving, 0, memory_order_release);
     return found;

@@ -64,7 +64,7 @@ typedef struct Exchange {
     uint32_t sequence[PARITIES];
     int parity, next;
     _Atomic int serving, leave;
-    _Atomic uint32_t *seen;     /* [ranks, lanes]: sequence of the newest request that was handled */
+    _Atomic uint64_t *seen;     /* [ranks, lanes]: the newest request that was handled */
     _Atomic int64_t *asked_ns;  /* [ranks, lanes]: when the newest request was sent; 0: none is open */
     _Atomic uint64_t *asked;    /* [ranks, lanes]: that request */
     pthread_t thread;
