@@ -34,7 +34,7 @@ LAYERS, TOP_K = 61, 8
 WITHIN_MS, NEAR_BEST, WINDOW_IMBALANCE = 50.0, 1.03, 1.15
 WINDOW_TOKENS, WARM_WINDOWS = 1000, 20  # the first plan is carried out
 WINDOW_STEPS = 16  # of about 64 tokens: so many experts of a layer can be copied until the next window
-SERVING_LAYERS, SEED = 6, 8
+SERVING_LAYERS, SEED = 6, 2026
 Loads = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
 
@@ -82,7 +82,7 @@ def balance_rows(quick: bool) -> Iterator[Row]:
             yield time_row(layout, anew, repetitions=5 if quick else 25)
     for layout in LAYOUTS[1:4]:
         for name in DRIFTS:
-            yield serving_row(layout, name, windows=8 if quick else 32, seed=SEED)
+            yield serving_row(layout, name, windows=4 if quick else 16, seed=SEED)
 
 
 def placement_row(layout: Layout, skew: str) -> Row:
