@@ -28,12 +28,15 @@ from experts_exchange import model_rows
 from harness import REPO, Origin, Row, print_table, write_json
 from tripool.experts import ExpertMap, balance, imbalance, least_imbalance
 from tripool.experts.balancer import Balancer
+from tripool.experts.levels import Levels
 
 LAYERS, TOP_K = 61, 8
 WITHIN_MS, NEAR_BEST, WINDOW_IMBALANCE = 50.0, 1.03, 1.15
 WINDOW_TOKENS, WARM_WINDOWS = 1000, 20  # the first plan is carried out
 WINDOW_STEPS = 16  # of about 64 tokens: so many experts of a layer can be copied until the next window
+SERVING_LAYERS, SEED = 6, 2026
 Loads = npt.NDArray[np.float64]
+Counts = npt.NDArray[np.int64]
 
 
 def lognormal(rng: np.random.Generator, layers: int, experts: int) -> Loads:
@@ -79,7 +82,7 @@ def balance_rows(quick: bool) -> Iterator[Row]:
             yield time_row(layout, anew, repetitions=5 if quick else 25)
     for layout in LAYOUTS[1:4]:
         for name in DRIFTS:
-            yield serving_row(layout, name, windows=10 if quick else 100)
+            yield serving_row(layout, name, windows=4 if quick else 16, seed=SEED)
 
 
 def placement_row(layout: Layout, skew: str) -> Row:
@@ -117,7 +120,7 @@ def time_row(layout: Layout, anew: bool, repetitions: int) -> Row:
 
 def drift(rng: np.random.Generator, experts: int, windows: int, kept: float) -> Iterator[Loads]:
     """Popularity of each layer's experts, window after window: log-normal, `kept` of its logarithm stays each time."""
-    logits = 0.7 * rng.standard_normal((LAYERS, experts))
+    logits = 0.7 * rng.standard_normal((SERVING_LAYERS, experts))
     for _ in range(windows):
         yield np.exp(logits)
         logits = kept * logits + 0.7 * np.sqrt(1 - kept**2) * rng.standard_normal(logits.shape)
@@ -126,10 +129,10 @@ def drift(rng: np.random.Generator, experts: int, windows: int, kept: float) -> 
 def passing_heat(rng: np.random.Generator, experts: int, windows: int) -> Iterator[Loads]:
     """One expert has 30 times the mean; over 50 windows its load goes over to the next one, and so on."""
     for turn, popularity in enumerate(drift(rng, experts, windows, 0.998)):
-        first, gone = np.arange(LAYERS) + turn // 50, turn % 50 / 50
+        first, gone = np.arange(SERVING_LAYERS) + turn // 50, turn % 50 / 50
         heat = 30 * popularity.mean(axis=1)
-        popularity[np.arange(LAYERS), first % experts] += (1 - gone) * heat
-        popularity[np.arange(LAYERS), (first + 1) % experts] += gone * heat
+        popularity[np.arange(SERVING_LAYERS), first % experts] += (1 - gone) * heat
+        popularity[np.arange(SERVING_LAYERS), (first + 1) % experts] += gone * heat
         yield popularity
 
 
@@ -142,35 +145,62 @@ DRIFTS: dict[str, tuple[Drift, float | None]] = {
 }
 
 
-def serving_row(layout: Layout, name: str, windows: int) -> Row:
-    """Routing drifts; after each window of 1,000 tokens moves are planned as in serving; a step has about 64 tokens.
+class Dispatch:
+    """Sources of an instance that send the rows of a window in steps, each choosing replicas as serving does."""
 
-    A window's value is the mean of the layers, as a step passes all of them; the row is the median window. Chance alone
-    makes a window uneven: the note says how much, for a placement that knows the loads behind the window.
+    def __init__(self, layers: int, ranks: int) -> None:
+        self._levels = [[Levels(source, ranks) for source in range(ranks)] for _ in range(layers)]
+        self._assigned = np.zeros((layers, ranks), np.int64)
+
+    def window(self, rng: np.random.Generator, likely: Loads, held: ExpertMap) -> tuple[Counts, Counts]:
+        """Rows that each expert was routed, and rows that each rank got: (layers, experts), (layers, ranks)."""
+        before, holders, steps = self._assigned.copy(), held.holders, WINDOW_STEPS * held.ranks
+        routed = np.zeros(likely.shape, np.int64)
+        for turn in range(steps):
+            tokens = WINDOW_TOKENS * (turn + 1) // steps - WINDOW_TOKENS * turn // steps
+            sent = rng.multinomial(tokens * TOP_K, likely)
+            routed += sent
+            for layer, rows in enumerate(sent):
+                levels = self._levels[layer][turn % held.ranks]
+                taken = levels.choose(rows.tolist(), holders[layer], self._assigned[layer])
+                np.add.at(self._assigned[layer], holders[layer][taken > 0], taken[taken > 0])
+        return routed, self._assigned - before
+
+
+def serving_row(layout: Layout, name: str, windows: int, seed: int) -> Row:
+    """Routing drifts; after each window of 1,000 tokens moves are planned as in serving. A step has about 64 tokens, of
+    all ranks together; each rank chooses among replicas as serving does.
+
+    A window's value is the busiest rank over the mean by the rows that it got, the mean of the layers, as a step passes
+    all of them; the row is the median window. The note says what it would be if replicas were used evenly, and how
+    uneven chance alone makes a window then, for a placement that knows the popularity behind it.
     """
     where, experts, ranks, hosts, slots = layout
     popularities, target = DRIFTS[name]
-    rng = np.random.default_rng(8)  # decay and copies were chosen with seeds 100 and 101
-    held = ExpertMap.contiguous(LAYERS, experts, ranks)
-    balancer, routed = Balancer(held, TOP_K), np.zeros((LAYERS, experts), np.int64)
-    values, floors, copied = [], [], 0
+    rng, layers = np.random.default_rng(seed), SERVING_LAYERS
+    held, dispatch = ExpertMap.contiguous(layers, experts, ranks), Dispatch(layers, ranks)
+    balancer, routed = Balancer(held, TOP_K), np.zeros((layers, experts), np.int64)
+    values, evens, floors, copied = [], [], [], 0
     for turn, popularity in enumerate(popularities(rng, experts, windows + WARM_WINDOWS)):
         likely = popularity / popularity.sum(axis=1, keepdims=True)
-        counts = rng.multinomial(WINDOW_TOKENS * TOP_K, likely)
-        if turn == WARM_WINDOWS:
+        if turn < WARM_WINDOWS:
+            counts = rng.multinomial(WINDOW_TOKENS * TOP_K, likely)
             copied = balancer.num_copies
-        if turn >= WARM_WINDOWS:
-            values.append(float(imbalance(held.table, counts).mean()))
+        else:
+            counts, got = dispatch.window(rng, likely, held)
+            values.append(float((got.max(axis=1) / got.sum(axis=1) * ranks).mean()))
+            evens.append(float(imbalance(held.table, counts).mean()))
             floors.append(float(imbalance(balance(likely, ranks, hosts, slots), counts).mean()))
         routed = routed + counts
         for _ in range(WINDOW_STEPS):
             held = balancer.step(routed, held) or held
-    chance, each = statistics.median(floors), (balancer.num_copies - copied) / windows / LAYERS
+    even, chance = statistics.median(evens), statistics.median(floors)
+    each = (balancer.num_copies - copied) / windows / layers
     return Row(
         name=f"busiest rank / mean, windows of 1,000 tokens, {where}, {name}", ours=statistics.median(values), peer=1.0,
         unit="x", target=target, lower_is_better=True,
-        note=f"chance alone {chance:.3f}; copies per layer and window {each:.1f}",
-        details={"p95": float(np.quantile(values, 0.95)), "chance": chance, "copies": each},
+        note=f"replicas used evenly {even:.3f}, chance alone {chance:.3f}; copies per layer and window {each:.1f}",
+        details={"p95": float(np.quantile(values, 0.95)), "even": even, "chance": chance, "copies": each, "seed": seed},
     )  # fmt: skip
 
 

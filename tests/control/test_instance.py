@@ -91,11 +91,13 @@ def test_status_shows_maps_and_loads(instance: Instance, tmp_path: Path) -> None
     view = SharedView(*attach_slabs(slabs_file(tmp_path, "decode-0")))
     view.routed(0)[:] = 3
     view.routed(2)[:, 0] = 24
+    for layer in range(LAYOUT.layers):
+        view.assigned(layer)[:] = (20 + layer, 0, 28)
     (status,) = read_instances(tmp_path)
     assert (status.epoch, status.replicas) == (2, 1)
     assert [rank.present for rank in status.ranks] == [True, False, True]
     assert [rank.experts for rank in status.ranks] == [8, 0, 8]
-    assert sum(rank.rows for rank in status.ranks) == 2 * (8 * 3 + 24)
+    assert [rank.rows for rank in status.ranks] == [41, 0, 56]
     assert status.imbalance == pytest.approx((4 * 3 + 24) / 24)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -109,6 +110,26 @@ def test_a_map_is_noticed_without_a_message(setup: Setup) -> None:
     setup.instance.enter(1)
     setup.rank.ready()
     assert setup.exchange.installed == [(1, [1], [False, True, False])]
+
+
+def test_a_map_is_noticed_in_a_file_of_the_same_inode_and_time(setup: Setup) -> None:
+    """Maps that follow each other within a tick of the file system's clock."""
+    setup.instance.enter(1)
+    setup.instance.enter(2)
+    old = setup.file.read_bytes()
+    setup.start().ready()
+    setup.instance.leave(2)
+    new = setup.file.read_bytes()
+    until(lambda: setup.exchange.installed[-1][0] == 3)
+    setup.file.write_bytes(old)
+    until(lambda: setup.exchange.installed[-1][0] == 2)
+    at = setup.file.stat()
+    with setup.file.open("r+b") as file:
+        file.write(new)
+        file.flush()
+        os.utime(setup.file, ns=(at.st_atime_ns, at.st_mtime_ns))
+    assert setup.file.stat().st_mtime_ns == at.st_mtime_ns
+    until(lambda: setup.exchange.installed[-1][0] == 3)
 
 
 def test_without_a_map_no_step_may_run(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,11 +17,13 @@ from typing import Any
 import pytest
 
 from tripool.control.evidence import CpuUse, is_ending, is_runnable, is_stopped, times_of, was_busy
-from tripool.control.instance import Instance, map_file
+from tripool.control.instance import Instance, map_file, slabs_file
 from tripool.control.launch import Spec, bind, launch
 from tripool.control.supervisor import GATEWAY, STANDBY, Backoff, Supervisor
 from tripool.experts import ExpertMap
+from tripool.experts.exchange import SharedView
 from tripool.experts.layout import Layout
+from tripool.experts.slabs import attach_slabs
 
 DEADLINE_S = 60.0
 
@@ -285,7 +287,7 @@ def test_a_stopped_rank_is_ended_at_once_and_a_slow_one_later(
 
     runnable = [True]
     monkeypatch.setattr("tripool.control.supervisor.is_runnable", lambda pid: runnable.pop() or None)
-    report(1, 9.0)  # under an older map
+    report(0, 9.0)  # under an older map
     report(2, 0.6)
     until(lambda: not runnable)
     assert len(run.worker_ids("d-r1")) == 1
@@ -295,6 +297,15 @@ def test_a_stopped_rank_is_ended_at_once_and_a_slow_one_later(
     report(4, 11.0)  # silent for so long that it does not matter why
     until(lambda: map_of(run).epoch == 6)
     assert len(run.worker_ids("d-r1")) == 3 and len(run.worker_ids("d-r0")) == 1
+
+
+def test_a_report_counts_though_experts_have_moved_since(start: Callable[..., Run]) -> None:
+    run = start(GATEWAY, ranks=["d-r0", "d-r1"])
+    SharedView(*attach_slabs(slabs_file(run.folder, "d"))).routed(0)[0] = (8000, 1, 1, 1)
+    until(lambda: map_of(run).epoch > 2)
+    (run.folder / "new").write_text("1 2 11.0", "ascii")
+    (run.folder / "new").rename(run.folder / "silent")
+    until(lambda: len(run.worker_ids("d-r1")) == 2)
 
 
 def test_a_silent_gateway_is_replaced(start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:

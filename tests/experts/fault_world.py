@@ -8,13 +8,21 @@ own time, or never, when a newer one is there. Time is the number of steps: a se
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 
 import numpy as np
 
-from tripool.experts.exchange import Doorbell, ExpertServer, Owner, QuantizedRows, Request, SharedView, raise_fence
+from tripool.experts.exchange import (
+    Doorbell,
+    ExpertServer,
+    Owner,
+    QuantizedRows,
+    Replicas,
+    Request,
+    SharedView,
+    raise_fence,
+)
 from tripool.experts.layout import GROUP, LANES, Bell, Layout, older
 
 HIDDEN = 70
@@ -66,7 +74,7 @@ class Exchanged:
             np.float32,
         ).reshape(*self.experts.shape, HIDDEN)
 
-    def dispatch(self, owner: Owner, table: Sequence[int], epoch: int) -> None:
+    def dispatch(self, owner: Owner, table: Replicas, epoch: int) -> None:
         owner.dispatch(self.layer, self.rows, self.experts, self.weights, table, epoch)
 
 
@@ -107,7 +115,8 @@ class _LateDoorbell(Doorbell):
 
 @dataclass(frozen=True)
 class Map:
-    table: list[int]
+    table: list[tuple[int, int]]
+    """One or two replicas of each expert; -1: only one."""
     alive: list[bool]
     epoch: int
 
@@ -178,7 +187,7 @@ class Process:
                 self.working[lane] = work = Exchanged.draw(self.rng, self.view.layout)
                 if older(self.map.epoch, int(self.view.fence(self.number)[0])):
                     self.late_work.add(lane)
-                work.dispatch(owner, self.map.table, self.map.epoch)
+                work.dispatch(owner, np.array(self.map.table, np.int32), self.map.epoch)
         elif random.random() < 0.5:
             owner.ring()
         elif owner.poll():
@@ -209,7 +218,7 @@ class Process:
         self.map = newest
         for owner, work in zip(self.owners, self.working, strict=True):
             if work is not None:
-                owner.reassign(newest.table, newest.alive, newest.epoch)
+                owner.reassign(np.array(newest.table, np.int32), newest.alive, newest.epoch)
 
 
 class World:
@@ -220,7 +229,8 @@ class World:
         shape = layout(self.random.randint(2, 5))
         self.memory = np.zeros(shape.num_bytes, np.uint8)
         self.layout = shape
-        self.map = Map([self.random.randrange(shape.ranks) for _ in range(shape.experts)], [True] * shape.ranks, 1)
+        everybody = list(range(shape.ranks))
+        self.map = Map([self._replicas(everybody) for _ in range(shape.experts)], [True] * shape.ranks, 1)
         self.processes: list[Process] = []
         """The newest of each rank."""
         for number in range(shape.ranks):
@@ -237,10 +247,19 @@ class World:
         rng = np.random.default_rng([self.seed, number, self.map.epoch])
         return Process(number, DelayedView(self.layout, self.memory), self.parts, rng, left)
 
+    def _replicas(self, ranks: list[int]) -> tuple[int, int]:
+        if len(ranks) < 2 or self.random.random() < 0.5:
+            return self.random.choice(ranks), -1
+        first, second = self.random.sample(ranks, 2)
+        return first, second
+
     def _change(self, number: int, *, alive: bool) -> None:
         living = [alive if n == number else a for n, a in enumerate(self.map.alive)]
         others = [n for n, a in enumerate(living) if a]
-        table = [rank if living[rank] else self.random.choice(others) for rank in self.map.table]
+        table = []
+        for replicas in self.map.table:
+            left = [rank for rank in replicas if rank >= 0 and living[rank]] or [self.random.choice(others)]
+            table.append((left[0], left[1] if len(left) > 1 else -1))
         self.map = Map(table, living, self.map.epoch + 1)
 
     # ---- events -----------------------------------------------------------------------------------------------------
@@ -282,10 +301,10 @@ class World:
             self._change(last.number, alive=True)
 
     def move(self) -> None:
-        """An expert of any rank to any other: nothing that was sent is sent again."""
+        """Replicas of an expert on any other ranks: nothing that was sent is sent again."""
         living = [n for n, alive in enumerate(self.map.alive) if alive]
         table = list(self.map.table)
-        table[self.random.randrange(len(table))] = self.random.choice(living)
+        table[self.random.randrange(len(table))] = self._replicas(living)
         self.map = Map(table, self.map.alive, self.map.epoch + 1)
 
     def step(self) -> None:

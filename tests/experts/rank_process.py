@@ -100,7 +100,7 @@ def _rank(control: Connection, results: Connection, model: str) -> None:
             new = ExpertMap.decode(*arguments)
             for rank in new.gone:
                 exchange.fence(rank, new.epoch)
-            exchange.install(new.epoch, new.routes(exchange.rank)[0], [r not in new.gone for r in range(new.ranks)])
+            exchange.install(new.epoch, new.holders, [r not in new.gone for r in range(new.ranks)])
         elif command in ("run", "mixed"):
             Thread(target=run, args=(answers if command == "run" else mixed_answers, *arguments), daemon=True).start()
         elif command == "heat":

@@ -81,6 +81,24 @@ def test_a_rank_that_starts_again_goes_on_with_newer_sequences() -> None:
         assert owner.poll() and np.array_equal(owner.routed(), one.expected())
 
 
+def test_sequences_begin_again_after_the_last() -> None:
+    """One rank was asked before that, the other after it: a process that starts then repeats neither's sequence."""
+    shape, rng = layout(3), np.random.default_rng(6)
+    view = shared_view(shape)
+    for rank, sequence in ((1, 2**32 - 2), (2, 3)):
+        for bell in (view.dispatch_bell(rank, 0, 0), view.combine_bell(0, rank, 0)):
+            bell.ring(Bell(1, 4, sequence))
+    owner, servers = Owner(view, 0, 0), [ExpertServer(view, rank, compute) for rank in (1, 2)]
+    for turn in range(6):
+        one = Exchanged(
+            0, random_rows(rng, 2, shape), np.array([[0, 1], [2, 3]], np.int32), np.ones((2, 2), np.float32)
+        )
+        one.dispatch(owner, [2] * 6, 1)
+        assert owner.ring() == 2 and view.dispatch_bell(2, 0, 0).read().sequence == 4 + turn
+        assert [serve(server) for server in servers] == [0, 1]
+        assert owner.poll() and np.array_equal(owner.routed(), one.expected())
+
+
 def test_epochs_and_bells() -> None:
     assert older(0, 1) and not older(1, 1) and older(0xFFFF, 0) and not older(0, 0xFFFF)
     bell = Bell(0xFFFF, 0xFFFE, 0xFFFFFFFD)

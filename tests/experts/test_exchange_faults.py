@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from experts.fault_world import Parts, World
-from tripool.experts.exchange import ExpertServer, Owner, Request
-from tripool.experts.layout import LANES, Bell, older
+from tripool.experts.exchange import ExpertServer, Owner, Replicas, Request
+from tripool.experts.layout import LANES, Bell
 
 
 @pytest.mark.parametrize("ten", range(4))
@@ -41,12 +41,12 @@ class TakesAnyAnswer(Owner):
 
 
 class SendsNothingAgain(Owner):
-    def reassign(self, table: Sequence[int], alive: Sequence[bool], epoch: int) -> None:
+    def reassign(self, table: Replicas, alive: Sequence[bool], epoch: int) -> None:
         self._epoch = epoch
 
 
 class ForgetsLostRows(Owner):
-    def reassign(self, table: Sequence[int], alive: Sequence[bool], epoch: int) -> None:
+    def reassign(self, table: Replicas, alive: Sequence[bool], epoch: int) -> None:
         self._epoch = epoch
         self._segments = [s for s in self._segments if s.answered or alive[s.rank]]
 
@@ -96,13 +96,12 @@ class AnswersTheFenced(ExpertServer):
 
 
 class ComparesSequences(ExpertServer):
-    """Without their epochs: the ranks of a host that comes again count from 0."""
+    """And not epochs and counts."""
 
     def requests(self):
-        for (source, lane), seen in self._seen.items():
-            bell = self._view.dispatch_bell(self.rank, source, lane).read()
-            if bell.sequence != seen.sequence and not older(bell.epoch, int(self._view.fence(source)[0])):
-                yield Request(source, lane, bell)
+        for request in super().requests():
+            if request.bell.sequence != self._seen[request.source, request.lane].sequence:
+                yield request
 
 
 class LeavesOldRequests(ExpertServer):

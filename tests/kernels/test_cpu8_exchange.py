@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import Thread
 from time import monotonic
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ import torch
 
 from tripool.errors import ExchangeError, RankFenced
 from tripool.experts.exchange import ExpertServer, Owner, QuantizedRows, SharedView, combine
-from tripool.experts.layout import Layout
+from tripool.experts.layout import Bell, Layout
 from tripool.kernels.cpu8.exchange import NativeExchange
 from tripool.kernels.cpu8.library import library, set_threads
 from tripool.kernels.cpu8.sublayers import Moe8
@@ -55,8 +56,10 @@ def layout(ranks: int, slab_rows: int = 16) -> Layout:
 class Ranks:
     """`native`: how many of the ranks are in C; the others have memory only."""
 
-    def __init__(self, shape: Layout, native: int, deadline_s: float = DEADLINE_S) -> None:
-        self.layout, self.memory = shape, np.zeros(shape.num_bytes, np.uint8)
+    def __init__(
+        self, shape: Layout, native: int, deadline_s: float = DEADLINE_S, memory: np.ndarray | None = None
+    ) -> None:
+        self.layout, self.memory = shape, np.zeros(shape.num_bytes, np.uint8) if memory is None else memory
         self.view = SharedView(shape, self.memory)
         self.layers = [[Moe8(weights(1)), Moe8(weights(2, shared=False))] for _ in range(native)]
         self.exchanges = [
@@ -74,7 +77,7 @@ class Ranks:
 
 
 @contextmanager
-def ranks(shape: Layout, native: int | None = None, **options: float) -> Iterator[Ranks]:
+def ranks(shape: Layout, native: int | None = None, **options: Any) -> Iterator[Ranks]:
     made = Ranks(shape, shape.ranks if native is None else native, **options)
     try:
         yield made
@@ -120,8 +123,34 @@ def test_any_number_of_ranks_gives_the_bits_of_one_process(num_ranks: int, kind:
                     assert torch.equal(group.run(rank, layer, x), alone(layer, x))
 
 
-def test_replicas() -> None:
-    """Each rank has its own replica of every expert to ask."""
+def replicated(num_ranks: int, seed: int) -> np.ndarray:
+    """[layers, experts, most replicas]: one to all ranks hold an expert."""
+    rng = np.random.default_rng(seed)
+    table = np.full((2, EXPERTS, num_ranks), -1, np.int32)
+    for cell in table.reshape(-1, num_ranks):
+        some = np.sort(rng.permutation(num_ranks)[: rng.integers(1, num_ranks + 1)])
+        cell[: len(some)] = some
+    return table
+
+
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("num_ranks", [2, 5])
+def test_any_replica_gives_the_bits_of_one_process(num_ranks: int) -> None:
+    """Rows of an expert are split: some exchanges have more than 16 of one."""
+    rng = torch.Generator().manual_seed(10)
+    with ranks(layout(num_ranks, slab_rows=64)) as group:
+        for epoch in (1, 2, 3):
+            group.install(epoch, replicated(num_ranks, epoch))
+            for rank in range(num_ranks):
+                for layer, count in ((0, 1), (1, 9), (0, 64), (1, 130)):
+                    x = torch.randn(count, HIDDEN, generator=rng)
+                    assert torch.equal(group.run(rank, layer, x), alone(layer, x))
+        for layer in (0, 1):
+            routed = sum(int(group.view.routed(rank)[layer].sum()) for rank in range(num_ranks))
+            assert group.view.assigned(layer).sum() == routed
+
+
+def test_each_rank_may_have_a_map_of_its_own() -> None:
     x = torch.randn(20, HIDDEN, generator=torch.Generator().manual_seed(2))
     with ranks(layout(4)) as group:
         for rank, exchange in enumerate(group.exchanges):
@@ -235,17 +264,38 @@ def test_a_wait_has_a_deadline() -> None:
         assert torch.equal(group.run(0, 0, x), alone(0, x))
 
 
+@pytest.mark.parametrize("last", [5, 2**31 + 9, 2**32 - 1])
+def test_a_new_process_goes_on_with_newer_sequences(last: int) -> None:
+    """Also in the second half of the numbers, and after the last; the other rank was never asked."""
+    x = torch.randn(2, HIDDEN, generator=torch.Generator().manual_seed(13))
+    shape = layout(3)
+    memory = np.zeros(shape.num_bytes, np.uint8)
+    view = SharedView(shape, memory)
+    for lane in (0, 1):
+        for bell in (view.dispatch_bell(2, 0, lane), view.combine_bell(0, 2, lane)):
+            bell.ring(Bell(1, 4, last))
+    with ranks(shape, memory=memory) as group:
+        group.install(2, placement("last", 3))
+        assert torch.equal(group.run(0, 0, x), alone(0, x))
+        assert (last + 1) % 2**32 in {view.dispatch_bell(2, 0, lane).read().sequence for lane in (0, 1)}
+
+
 def test_another_model_is_refused() -> None:
     shape = layout(1)
     with pytest.raises(ExchangeError, match="another model"):
         NativeExchange(shape, np.zeros(shape.num_bytes, np.uint8), 0, [Moe8(weights(1))])
 
 
+LOST_3 = [[1, -1, -1], [2, -1, -1], [3, -1, -1], [1, 2, 3], [2, 3, -1], [1, 3, -1], [3, -1, -1], [1, 2, -1]]
+AFTER_3 = [[1, -1], [2, -1], [2, -1], [1, 2], [2, -1], [1, 2], [1, -1], [1, 2]]
+
+
 def test_both_owners_write_the_same_slab_and_doorbells() -> None:
     """A rank without experts sends all its rows. Entry by entry, also after a rank is lost and they are sent again."""
     x = torch.randn(11, HIDDEN, generator=torch.Generator().manual_seed(12))
     with ranks(layout(4), native=1) as group:
-        first, second = (np.array([[1, 2, 3, 1, 2, 3, 3, 1]] * 2), np.array([[1, 2, 2, 1, 2, 1, 2, 1]] * 2))
+        first, second = np.array([LOST_3] * 2, np.int32), np.array([AFTER_3] * 2, np.int32)
+        group.view.assigned(0)[:] = (9, 3000, 2900, 2000)  # what others have sent
         group.install(3, first)
         thread = Thread(target=lambda: group.run(0, 0, x))
         thread.start()
@@ -261,7 +311,8 @@ def test_both_owners_write_the_same_slab_and_doorbells() -> None:
         experts[entries["row"], entries["choice"]] = entries["expert"]
         given[entries["row"], entries["choice"]] = entries["weight"]
         rows = QuantizedRows(*(part[:11].copy() for part in (slab.rows.values, slab.rows.scales, slab.rows.fixes)))
-        owner.dispatch(0, rows, experts, given, first[0].tolist(), 3)
+        plain.assigned(0)[:] = (9, 3000, 2900, 2000)
+        owner.dispatch(0, rows, experts, given, first[0], 3)
         check_same_requests(group.view, plain, owner, lane, count)
         for server in silent[:2]:  # the third is lost without an answer
             for request in list(server.requests()):
@@ -272,7 +323,7 @@ def test_both_owners_write_the_same_slab_and_doorbells() -> None:
         while not all(list(server.requests()) for server in silent[:2]):
             assert monotonic() < deadline
         assert not owner.poll()
-        owner.reassign(second[0].tolist(), [True, True, True, False], 4)
+        owner.reassign(second[0], [True, True, True, False], 4)
         check_same_requests(group.view, plain, owner, lane, count)
         for server in silent[:2]:
             for request in list(server.requests()):
@@ -288,6 +339,7 @@ def check_same_requests(compiled: SharedView, plain: SharedView, owner: Owner, l
     slabs = compiled.slab(0, lane), plain.slab(0, lane)
     assert slabs[0].head[0] == slabs[1].head[0]
     assert slabs[0].entries[:count].tobytes() == slabs[1].entries[:count].tobytes()
+    assert compiled.assigned(0).tolist() == plain.assigned(0).tolist()
     for rank in (1, 2, 3):
         assert slabs[0].segments[rank] == slabs[1].segments[rank]
         assert compiled.dispatch_bell(rank, 0, lane).read() == plain.dispatch_bell(rank, 0, lane).read()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tripool.experts import ExpertMap, imbalance, rank_loads
+from tripool.experts import ExpertMap, imbalance
 from tripool.experts.balancer import Balancer
 from tripool.experts.exchange import SharedView
 from tripool.experts.layout import Layout
@@ -44,11 +44,19 @@ class Instance:
         self._balancer = Balancer(self._home, layout.top_k, hosts if layout.ranks % hosts == 0 else 1)
         self._present: set[int] = set()
         self._remote: dict[int, int] = {}
+        self._entered: dict[int, int] = {}
         self.epoch = 0
 
     def enter(self, rank: int) -> bool:
         """A rank answers requests from now on. Whether the map changed."""
-        return self._change(self._present | {rank})
+        changed = self._change(self._present | {rank})
+        if changed:
+            self._entered[rank] = self.epoch
+        return changed
+
+    def is_there(self, rank: int, map_epoch: int) -> bool:
+        """Whether the rank that a map of this epoch named is still there: none has come in its place since."""
+        return rank in self._present and map_epoch >= self._entered[rank]
 
     def leave(self, rank: int) -> bool:
         """A rank is gone, or given up: the others hold its experts."""
@@ -121,7 +129,7 @@ class RankStatus:
     experts: int
     """Replicas that it holds, of all layers."""
     rows: int
-    """Rows of all ranks that its experts would have computed under the present map, since the start."""
+    """Rows of all ranks that were sent to its experts, since the start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +141,8 @@ class InstanceStatus:
     replicas: int
     """Most replicas of one expert."""
     imbalance: float
-    """Rows of the busiest rank over the mean, in the worst layer."""
+    """Rows of the busiest rank over the mean, in the worst layer: of all rows since the start, had they been sent under
+    the present map, evenly over replicas."""
     copies: int
     """Replicas that were copied to follow the load, since the start."""
 
@@ -149,7 +158,7 @@ def read_instances(folder: Path) -> Iterator[InstanceStatus]:
         except FileNotFoundError:
             yield InstanceStatus(slabs.stem, 0, (RankStatus(False, 0, 0),) * layout.ranks, 0, 1.0, 0)
             continue
-        rows = rank_loads(found.table, loads).sum(axis=0)
+        rows = sum(view.assigned(layer) for layer in range(layout.layers))
         held = (found.table != EMPTY).sum(axis=(0, 2))
         ranks = (RankStatus(rank not in found.gone, int(held[rank]), int(rows[rank])) for rank in range(found.ranks))
         worst = float(imbalance(found.table, loads).max())

@@ -62,6 +62,10 @@ class JoinedInstance:
             self._clear()
         return False
 
+    def is_there(self, rank: int, map_epoch: int) -> bool:
+        """As for an `Instance`; ranks enter by other hosts' maps here, so a report under an older one says nothing."""
+        return map_epoch == self.epoch
+
     def balance(self) -> bool:
         return False
 

@@ -62,8 +62,8 @@ class Rank:
         self._exchange, self._file, self._worker_id, self._channel = exchange, file, worker_id, channel
         self._end_process = end_process
         self._map: ExpertMap | None = None
-        self._seen: tuple[int, int] | None = None
-        """Identity of the file that was read last."""
+        self._seen = b""
+        """The file as it was read last. Not its inode and time: a file system gives both again within a moment."""
         self._has_map, self._leaving = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="tripool-rank", daemon=True)
         self._thread.start()
@@ -112,13 +112,12 @@ class Rank:
     def _install(self) -> None:
         """The newest map, if it is another one and, the first time, if it names this rank."""
         try:
-            found = self._file.stat()
-            if (found.st_ino, found.st_mtime_ns) == self._seen:
-                return
-            new = ExpertMap.decode(self._file.read_bytes())
+            found = self._file.read_bytes()
         except FileNotFoundError:
             return  # no rank is there yet, or the run is over
-        self._seen = found.st_ino, found.st_mtime_ns
+        if found == self._seen:
+            return
+        new, self._seen = ExpertMap.decode(found), found
         if self._map is not None or self._exchange.rank not in new.gone:
             self._use(new)
 
@@ -126,8 +125,7 @@ class Rank:
         for rank in new.gone:
             self._exchange.fence(rank, new.epoch)
         self._exchange.fence(self._exchange.rank, max(0, new.epoch - _EPOCHS))
-        routes, _ = new.routes(self._exchange.rank)
-        self._exchange.install(new.epoch, routes.astype(np.int32), [rank not in new.gone for rank in range(new.ranks)])
+        self._exchange.install(new.epoch, new.holders, [rank not in new.gone for rank in range(new.ranks)])
         if self._map is None or self._map.gone != new.gone:  # else experts were moved, which is no news
             _LOG.info("expert map", extra={"map_epoch": new.epoch, "ranks_gone": sorted(new.gone)})
         self._map = new

@@ -43,8 +43,8 @@ _START_S = 600.0
 """Longest time from a child's start until it is ready, loading a model included."""
 _SILENCE_S = 5.0
 """Longest silence of a ready gateway."""
-_BALANCE_S = 0.5
-"""Between two looks at the loads of experts."""
+_BALANCE_S, _MOVE_S = 0.5, 0.05
+"""Between two looks at the loads of experts, and between two steps of moves: what a plan levels is wanted soon."""
 _STANDBY_S = 3.0
 """Until the next standby is started, after one has become a rank: the rank needs the cores first."""
 _STUCK_S, _RANK_SILENCE_S = 0.5, 10.0
@@ -102,7 +102,8 @@ class Supervisor:
         # Epochs are counted, not timed: after a clock is set back, a new epoch must still be the highest.
         self._epochs = count(1)
         self._pool = PoolClient(LocalHost(folder), self._cache, WorkerId(SUPERVISOR, next(self._epochs)))
-        self._balanced_s = clock()
+        self._balance_s = clock()
+        """When to look at the loads of experts next."""
         self._was_ready = False
         self._num_oom_kills = num_oom_kills()
         self.stopping = False
@@ -113,7 +114,7 @@ class Supervisor:
         try:
             while not self.stopping:
                 self._start_due()
-                self._listen(_LOOK_S)
+                self._listen(min(_LOOK_S, max(0.0, self._balance_s - self._clock())))
                 if not self._was_ready and all(name in self._cache or self._is_ready(name) for name in self._backoffs):
                     self._was_ready = True
                     on_ready()
@@ -210,11 +211,11 @@ class Supervisor:
             instance = self._instances.get(child.spec.instance)
             if instance is not None and child.ready and child.spec.rank in instance.outdated():
                 self._ended(child, "given up by the other hosts")
-        if now_s >= self._balanced_s + _BALANCE_S:
-            self._balanced_s = now_s
-            for instance in self._instances.values():
-                if instance.balance():
-                    self._announce(instance)
+        if now_s >= self._balance_s:
+            moved = [instance for instance in self._instances.values() if instance.balance()]
+            for instance in moved:
+                self._announce(instance)
+            self._balance_s = now_s + (_MOVE_S if moved else _BALANCE_S)
 
     def _end(self, worker_id: WorkerId) -> None:
         child = self._children.get(worker_id.name)
@@ -223,9 +224,9 @@ class Supervisor:
             self._ended(child, f"suspected by the gateway{', and busy' if busy else ''}", busy=busy)
 
     def _end_silent(self, instance: str, report: SilentRank) -> None:
-        """A report under an older map concerns a rank that has been given up since."""
+        """A report may concern a process that has been given up since."""
         known = self._instances.get(instance)
-        if known is None or report.map_epoch != known.epoch:
+        if known is None or not known.is_there(report.rank, report.map_epoch):
             return
         if not any((child.spec.instance, child.spec.rank) == (instance, report.rank) for child in self._all()):
             self._silent_elsewhere(known, report)

@@ -15,8 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from tripool.experts.layout import ENTRY, GROUP, LANES, LINE_BYTES, SEGMENT, SLAB_HEAD, Bell, Layout, Memory, older
+from tripool.experts.levels import Levels
 
 Floats = npt.NDArray[np.float32]
+Replicas = Sequence[int] | npt.NDArray[np.int32]
+"""[experts]: the rank of each expert; or [experts, most replicas]: all its ranks, -1 after the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,10 @@ class SharedView:
         layout = self.layout
         at = layout.routed + layout.routed_bytes * source
         return self._array(at, np.uint64, layout.layers, layout.experts)
+
+    def assigned(self, layer: int) -> npt.NDArray[np.int64]:
+        """[ranks]: rows of this layer that all ranks have sent to each so far, those sent again included."""
+        return self._array(self.layout.assigned + self.layout.assigned_bytes * layer, np.int64, self.layout.ranks)
 
     def slab(self, source: int, lane: int) -> DispatchSlab:
         layout = self.layout
@@ -142,8 +149,11 @@ class Owner:
         self.rank, self._lane, self._view = rank, lane, view
         self._slab = view.slab(rank, lane)
         bells = [view.dispatch_bell(other, rank, lane).read() for other in range(view.layout.ranks)]
-        self._sequence = max(bell.sequence for bell in bells)
+        used = [bell.sequence for bell in bells if bell.count]
+        # They begin again after 2**32 requests: the newest is the one that none of the others follows.
+        self._sequence = max(used, key=lambda one: (one - used[0] + 2**31) % 2**32, default=0)
         self._segments: list[_Segment] = []
+        self._levels: dict[int, Levels] = {}
         self._epoch = 0
 
     @property
@@ -157,10 +167,10 @@ class Owner:
         rows: QuantizedRows,
         experts: npt.NDArray[np.int32],
         weights: Floats,
-        table: Sequence[int],
+        table: Replicas,
         epoch: int,
     ) -> None:
-        """Write the payload of an exchange. `experts`, `weights`: [rows, top_k]; `table`: the rank of each expert."""
+        """Write the payload of an exchange. `experts`, `weights`: [rows, top_k]."""
         assert all(segment.answered for segment in self._segments), "the lane is in use"
         count = len(experts)
         assert count <= self._view.layout.slab_rows
@@ -175,9 +185,17 @@ class Owner:
         self._segments = []
         self._place(0, entries, table)
 
-    def _place(self, offset: int, entries: npt.NDArray[Any], table: Sequence[int]) -> None:
+    def _place(self, offset: int, entries: npt.NDArray[Any], table: Replicas) -> None:
         """Write entries from `offset` on, sorted by rank and expert, as segments that are not sent yet."""
-        ranks = np.array(table)[entries["expert"]]
+        layer, layout = int(self._slab.head[0]["layer"]), self._view.layout
+        holders = np.asarray(table, np.int32).reshape(layout.experts, -1)
+        assigned = self._view.assigned(layer)
+        levels = self._levels.setdefault(layer, Levels(self.rank, layout.ranks))
+        taken = levels.choose(np.bincount(entries["expert"], minlength=layout.experts).tolist(), holders, assigned)
+        ranks = np.empty(len(entries), np.int64)
+        for expert in np.unique(entries["expert"]):
+            ranks[entries["expert"] == expert] = np.repeat(holders[expert], taken[expert])
+        np.add.at(assigned, ranks, 1)
         order = np.lexsort((entries["expert"], ranks))
         self._slab.entries[offset : offset + len(entries)] = entries[order]
         for rank, count in zip(*np.unique(ranks, return_counts=True), strict=True):
@@ -189,7 +207,7 @@ class Owner:
         busy = {s.rank for s in self._segments if s.bell is not None and not s.answered}
         for segment in self._segments:
             if segment.bell is None and segment.rank not in busy:
-                self._sequence += 1
+                self._sequence = (self._sequence + 1) % 2**32
                 segment.bell = Bell(self._epoch, segment.count, self._sequence)
                 self._slab.segments[segment.rank] = (segment.offset, segment.count)
                 self._view.dispatch_bell(segment.rank, self.rank, self._lane).ring(segment.bell)
@@ -204,7 +222,7 @@ class Owner:
                 segment.answered = bell.pack() == segment.bell.pack()
         return all(segment.answered for segment in self._segments)
 
-    def reassign(self, table: Sequence[int], alive: Sequence[bool], epoch: int) -> None:
+    def reassign(self, table: Replicas, alive: Sequence[bool], epoch: int) -> None:
         """Under a new map: entries that lost ranks have not answered go to the ranks that now hold the experts."""
         self._epoch = epoch
         lost = [s for s in self._segments if not s.answered and not alive[s.rank]]

@@ -84,21 +84,15 @@ class ExpertMap:
         width = self.table.shape[2]
         return tuple((int(place) // width, int(place) % width) for place in places)
 
-    def answers_for(self, layer: int, expert: int, source_rank: int, row: int = 0) -> tuple[int, int]:
-        """(rank, slot) of the replica that serves rows of this rank.
-
-        Replicas take turns over sources. A source that has many rows for one expert may number them: then its rows
-        alternate between replicas, and the load is level with fewer sources than replicas too.
-        """
-        places = self.replicas(layer, expert)
-        return places[(source_rank + expert + row) % len(places)]
-
-    def routes(self, source_rank: int) -> tuple[Counts, Counts]:
-        """(layers, experts) arrays of rank and of slot: `answers_for` of every expert, for row 0."""
+    @property
+    def holders(self) -> Table:
+        """(layers, experts, most replicas): the ranks with a replica of each expert in ascending order, -1 after the
+        last. A source chooses among them row by row (`experts/levels.py`)."""
         order, begins = self._by_expert
-        turn = (source_rank + np.arange(self.experts)) % self.counts
-        places = np.take_along_axis(order, begins[:, :-1] + turn, axis=1)
-        return places // self.table.shape[2], places % self.table.shape[2]
+        turn = np.arange(int(self.counts.max()))
+        places = np.minimum(begins[:, :-1, None] + turn, order.shape[1] - 1)
+        ranks = order[np.arange(self.layers)[:, None, None], places] // self.table.shape[2]
+        return np.where(turn < self.counts[:, :, None], ranks, EMPTY).astype(np.int32)
 
     def without(self, rank: int, loads: Loads | None = None) -> ExpertMap:
         """The map after this rank's death, one epoch later.

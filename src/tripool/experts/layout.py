@@ -7,14 +7,16 @@
 | dispatch doorbells | destination, source, lane | one line: {epoch, count, sequence} of the newest request |
 | combine doorbells | source, destination, lane | one line: the same word, once the request is answered |
 | routed rows | source | for each layer and expert, the rows that the source has routed to it so far |
+| assigned rows | layer | for each rank, the rows that all sources have sent to it so far: they choose replicas by it |
 | dispatch slabs | source, lane | layer, segment of each destination, entries, rows in 8 bits |
 | combine slabs | destination, source, lane | one float32 row per entry |
 
 A rank of another host has no threads here: its signal is that of the thread which forwards to its host (`forward.py`).
 A lane is the parity of the original design: each source has two, so that one exchange can be prepared while the answers
-of the other are read. Every line and every slab has exactly one writer (signals aside): a rank that was stopped and
-continues late can write only to memory of its own, and its doorbells carry an old epoch or sequence. There is one
-doorbell per pair of ranks, not one per source, because a destination answers each source on its own.
+of the other are read. Every line and every slab has exactly one writer, except signals and assigned rows, which are
+only hints: a rank that was stopped and continues late can write only to memory of its own, and its doorbells carry an
+old epoch or sequence. There is one doorbell per pair of ranks, not one per source, because a destination answers each
+source on its own.
 
 A doorbell is stored with release after the payload and never cleared. An answer returns the credit to reuse the slab: a
 source writes a lane again only when all its requests in it are answered or given up, and a destination writes its
@@ -38,8 +40,8 @@ PAGE_BYTES = 4096
 GROUP = 64
 """Values of a row that share a scale: as the 8-bit kernels have it (`kernels/native/product.h`)."""
 LANES = 2
-MAGIC = 0x32_48_43_58_45_50_52_54
-"""b"TRPEXCH2"."""
+MAGIC = 0x33_48_43_58_45_50_52_54
+"""b"TRPEXCH3"."""
 SLAB_HEAD = np.dtype([("layer", "<u4"), ("rows", "<u4")])
 SEGMENT = np.dtype([("offset", "<u4"), ("count", "<u4")])
 ENTRY = np.dtype([("row", "<u4"), ("choice", "<u4"), ("expert", "<u4"), ("weight", "<f4")])
@@ -124,8 +126,16 @@ class Layout:
         return _up(8 * self.layers * self.experts)
 
     @property
+    def assigned(self) -> int:
+        return self.routed + self.routed_bytes * self.ranks
+
+    @property
+    def assigned_bytes(self) -> int:
+        return _up(8 * self.ranks)
+
+    @property
     def dispatch(self) -> int:
-        return _up(self.routed + self.routed_bytes * self.ranks, PAGE_BYTES)
+        return _up(self.assigned + self.assigned_bytes * self.layers, PAGE_BYTES)
 
     @property
     def combine(self) -> int:

@@ -7,8 +7,8 @@ from ctypes import POINTER, Array, Structure, c_int32, c_int64, c_uint64, c_void
 from tripool.experts.layout import Layout, Memory
 
 _OFFSETS = (
-    "control", "dispatch_bells", "combine_bells", "routed", "routed_bytes", "dispatch", "combine", "dispatch_bytes",
-    "combine_bytes", "segment_list", "entry_list", "scales", "fixes", "values",
+    "control", "dispatch_bells", "combine_bells", "routed", "routed_bytes", "assigned", "assigned_bytes",
+    "dispatch", "combine", "dispatch_bytes", "combine_bytes", "segment_list", "entry_list", "scales", "fixes", "values",
 )  # fmt: skip
 _SIZES = ("layers", "experts", "top_k", "hidden", "slab_rows")
 

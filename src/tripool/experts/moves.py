@@ -72,7 +72,8 @@ def plan_moves(
                 rank, expert = copied
                 table = put(table, np.array([layer]), np.array([rank]), np.array([expert]))
                 slot = int((table[layer, rank] == expert).argmax())
-                copies.append(Copy(layer, expert, last.answers_for(layer, expert, rank)[0], rank, slot))
+                sources = last.replicas(layer, expert)
+                copies.append(Copy(layer, expert, sources[rank % len(sources)][0], rank, slot))
             for rank, expert in moves.drop():
                 table[layer, rank][table[layer, rank] == expert] = EMPTY
         last = last.replaced(table)

@@ -51,13 +51,16 @@ class NativeExchange:
             raise ExchangeError("the expert thread cannot be started", hint="ranks need Linux and a thread each")
 
     def install(self, epoch: int, table: npt.NDArray[np.int32], alive: Sequence[bool]) -> None:
-        """A new map: `table` [layers, experts] has the rank that answers this one for each expert. Any thread may call
-        this, also during a step: requests that lost ranks have not answered are then sent again."""
+        """A new map: `table` [layers, experts] has the rank of each expert; or [layers, experts, most replicas] all its
+        ranks, -1 after the last. Any thread may call this, also during a step: requests that lost ranks have not
+        answered are then sent again."""
         layout = self._layout
-        assert table.shape == (layout.layers, layout.experts) and len(alive) == layout.ranks
-        table, living = np.ascontiguousarray(table, np.int32), np.array(alive, np.uint8)
-        assert living[table].all(), "an expert of a lost rank"
-        self._library.tripool_exchange_map(self._at, epoch, table.ctypes.data, living.ctypes.data)
+        assert table.shape[:2] == (layout.layers, layout.experts) and len(alive) == layout.ranks
+        table = np.ascontiguousarray(table, np.int32).reshape(layout.layers, layout.experts, -1)
+        living = np.array(alive, np.uint8)
+        assert (table[:, :, 0] >= 0).all() and living[table[table >= 0]].all(), "an expert of a lost rank"
+        width = table.shape[2]
+        self._library.tripool_exchange_map(self._at, epoch, table.ctypes.data, width, living.ctypes.data)
         if not self._attached:  # a step may be running later on
             for number, layer in enumerate(self._layers):
                 layer.struct.layer, layer.struct.exchange = number, self._at

@@ -146,7 +146,7 @@ _FUNCTIONS: dict[str, Sequence[type]] = {
     "tripool_gqa": (c_void_p, c_void_p, c_void_p, c_void_p),
     "tripool_mla": (c_void_p, c_void_p, c_void_p, c_void_p),
     "tripool_exchange_close": (c_void_p,),
-    "tripool_exchange_map": (c_void_p, c_uint32, c_void_p, c_void_p),
+    "tripool_exchange_map": (c_void_p, c_uint32, c_void_p, c_int, c_void_p),
     "tripool_exchange_fence": (c_void_p, c_int, c_uint32),
     "tripool_exchange_silence": (c_void_p, c_void_p),
     "tripool_prompts_close": (c_void_p,),

@@ -7,38 +7,37 @@
 #define TRIPOOL_EXCHANGE_H
 
 #include "expert_server.h"
+#include "replicas.h"
 
 /* ---- owner ------------------------------------------------------------------------------------------------------ */
 
-/* Copies the map of a layer; its epoch. */
-static void read_map(Exchange *x, Flight *f, int layer) {
-    const size_t first = (size_t)layer * x->at.experts, bytes = sizeof(int32_t) * (size_t)f->moe->experts;
-    pthread_mutex_lock(&x->map_lock);
-    f->epoch = atomic_load(&x->epoch);
-    memcpy(f->table, x->table + first, bytes);
-    memcpy(f->order, x->order + first, bytes);
-    memcpy(x->alive_now, x->alive, (size_t)x->at.ranks);
-    pthread_mutex_unlock(&x->map_lock);
-}
-
 /* Writes entries from `offset` on, sorted by rank and expert, as segments that are not sent yet. */
-static void place(const Exchange *x, Flight *f, const RoutedEntry *from, int count, int offset) {
+static void place(Exchange *x, Flight *f, const RoutedEntry *from, int count, int offset) {
     RoutedEntry *entries = slab_of(x, x->at.rank, f->lane).entries;
-    int next[MAX_EXPERTS], rank = -1;
-    memset(next, 0, sizeof(int) * (size_t)f->moe->experts);
-    for (int i = 0; i < count; i++) next[from[i].expert]++;
-    for (int k = 0; k < f->moe->experts; k++) {
-        const int expert = f->order[k], n = next[expert];
-        if (!n) continue;
-        if (f->table[expert] != rank) {
-            rank = f->table[expert];
+    const int experts = f->moe->experts, width = f->map->width, cells = experts * width;
+    const size_t layer = (size_t)f->moe->layer * (size_t)cells;
+    const int32_t *table = f->map->table + layer, *order = f->map->order + layer;
+    int *taken = (int *)reserve(&x->chosen, 2 * sizeof(int) * (size_t)cells), *next = taken + cells;
+    int rows[MAX_EXPERTS] = {0}, rank = -1;
+    for (int i = 0; i < count; i++) rows[from[i].expert]++;
+    choose_replicas(x, f, rows, taken);
+    for (int i = 0; i < cells && order[i] >= 0; i++) {
+        const int cell = order[i];
+        if (!rows[cell / width] || !taken[cell]) continue;
+        if (table[cell] != rank) {
+            rank = table[cell];
             f->segment[f->segments++] = (OwnSegment){rank, offset, 0, 0, 0};
         }
-        f->segment[f->segments - 1].count += n;
-        next[expert] = offset;
-        offset += n;
+        f->segment[f->segments - 1].count += taken[cell];
+        next[cell] = offset;
+        offset += taken[cell];
     }
-    for (int i = 0; i < count; i++) entries[next[from[i].expert]++] = from[i];
+    for (int i = 0; i < count; i++) {
+        int cell = (int)from[i].expert * width;
+        while (!taken[cell]) cell++;
+        taken[cell]--;
+        entries[next[cell]++] = from[i];
+    }
 }
 
 /* Sends the segments whose rank has no other request in this lane. */
@@ -51,7 +50,7 @@ static void ring_all(Exchange *x, Flight *f) {
         for (int k = 0; k < f->segments; k++)
             busy |= f->segment[k].rank == s->rank && f->segment[k].bell && !f->segment[k].answered;
         if (busy) continue;
-        s->bell = BELL(f->epoch, s->count, ++x->sequence[f->lane]);
+        s->bell = BELL(f->map->epoch, s->count, ++x->sequence[f->lane]);
         slab.segment[s->rank][0] = (uint32_t)s->offset;
         slab.segment[s->rank][1] = (uint32_t)s->count;
         atomic_store_explicit(&x->asked[s->rank * PARITIES + f->lane], s->bell, memory_order_relaxed);
@@ -95,10 +94,10 @@ static void run_own(Exchange *x, Flight *f, float *shared) {
 /* Under a new map: entries that lost ranks have not answered go to the ranks that now hold the experts. */
 static void reassign(Exchange *x, Flight *f) {
     const DispatchSlab slab = slab_of(x, x->at.rank, f->lane);
-    read_map(x, f, f->moe->layer);
+    read_map(x, f);
     for (int i = f->segments - 1; i >= 0; i--) {
         const OwnSegment s = f->segment[i];
-        if (s.answered || s.rank == x->at.rank || x->alive_now[s.rank]) continue;
+        if (s.answered || s.rank == x->at.rank || f->map->alive[s.rank]) continue;
         atomic_store_explicit(&x->asked_ns[s.rank * PARITIES + f->lane], 0, memory_order_relaxed);
         memmove(&f->segment[i], &f->segment[i + 1], sizeof(OwnSegment) * (size_t)(f->segments-- - i - 1));
         RoutedEntry *copy = (RoutedEntry *)reserve(&x->own, sizeof(RoutedEntry) * (size_t)s.count);
@@ -124,11 +123,11 @@ static void wait_for_answers(Exchange *x, Flight *f) {
     const int64_t deadline = idle_since + x->at.deadline_ns;
     atomic_store(&mine->polled, 1);
     for (int i = 1; poll_answers(x, f); i++) {
-        if (atomic_load_explicit(&x->epoch, memory_order_acquire) != f->epoch) {
+        if (atomic_load_explicit(&x->epoch, memory_order_acquire) != f->map->epoch) {
             reassign(x, f);
-            if (!x->alive_now[x->at.rank]) exchange_failure = FAILED_FENCED;
+            if (!f->map->alive[x->at.rank]) exchange_failure = FAILED_FENCED;
         }
-        if (older(f->epoch, atomic_load_explicit(fence_of(x, x->at.rank), memory_order_relaxed)))
+        if (older(f->map->epoch, atomic_load_explicit(fence_of(x, x->at.rank), memory_order_relaxed)))
             exchange_failure = FAILED_FENCED;
         if (exchange_failure) break;
         run_own(x, f, NULL);
@@ -179,7 +178,7 @@ static void begin_exchange(Exchange *x, Flight *f, const Moe *m, float *stream, 
     f->segments = 0;
     *slab.layer = (uint32_t)m->layer;
     *slab.rows = (uint32_t)rows;
-    read_map(x, f, m->layer);
+    read_map(x, f);
     place(x, f, entries, (int)n, 0);
     ring_all(x, f);
 }
@@ -256,15 +255,19 @@ static void feed_experts(const Moe *m, float *x, int rows) {
 
 /* ---- beginning and end ------------------------------------------------------------------------------------------ */
 
-/* Goes on with newer sequences than an earlier process of this rank used, and answers what that one did not. */
+/* Goes on with newer sequences than an earlier process of this rank used, and answers what that one did not. Sequences
+ * begin again after 2^32 requests, so the newest is the one that none of the others follows. */
 static void resume(Exchange *x) {
     const ExchangeMemory *at = &x->at;
-    for (int other = 0; other < at->ranks; other++)
-        for (int lane = 0; lane < PARITIES; lane++) {
-            const uint32_t used = (uint32_t)atomic_load(dispatch_bell(x, other, at->rank, lane));
-            if ((int32_t)(used - x->sequence[lane]) > 0) x->sequence[lane] = used;
+    for (int lane = 0; lane < PARITIES; lane++) {
+        uint64_t newest = 0; /* no request has this word: each has a count */
+        for (int other = 0; other < at->ranks; other++) {
+            const uint64_t used = atomic_load(dispatch_bell(x, other, at->rank, lane));
+            if (used && (!newest || (int32_t)((uint32_t)used - (uint32_t)newest) > 0)) newest = used;
             atomic_store(&x->seen[other * PARITIES + lane], atomic_load(combine_bell(x, other, at->rank, lane)));
         }
+        x->sequence[lane] = (uint32_t)newest;
+    }
     Signal *signals[] = {server_signal(x, at->rank), owner_signal(x, at->rank)};
     for (int i = 0; i < 2; i++) {
         atomic_store(&signals[i]->asleep, 0);
@@ -273,9 +276,13 @@ static void resume(Exchange *x) {
 }
 
 static void exchange_free(Exchange *x) {
-    char *blocks[] = {x->own.data, x->served.data, x->copied.data, x->flight[0].shared.data, x->flight[1].shared.data, (char *)x->seen,
-                      (char *)x->asked_ns, (char *)x->asked, (char *)x->table, (char *)x->order, (char *)x->alive,
-                      (char *)x->alive_now};
+    for (int lane = 0; lane < PARITIES; lane++) {
+        drop_map(x->flight[lane].map);
+        free(x->flight[lane].shared.data);
+        free(x->flight[lane].segment);
+    }
+    drop_map(x->map);
+    void *blocks[] = {x->own.data, x->chosen.data, x->served.data, x->copied.data, x->seen, x->asked_ns, x->asked, x->forgotten};
     for (size_t i = 0; i < sizeof blocks / sizeof *blocks; i++) free(blocks[i]);
     pthread_mutex_destroy(&x->map_lock);
     free(x);
@@ -285,17 +292,19 @@ static Exchange *exchange_open(const ExchangeMemory *memory) {
     Exchange *x = HAVE_FUTEX ? calloc(1, sizeof *x) : NULL;
     if (!x) return NULL;
     x->at = *memory;
-    const size_t ranks = (size_t)memory->ranks, cells = (size_t)memory->layers * (size_t)memory->experts;
+    const size_t ranks = (size_t)memory->ranks;
     pthread_mutex_init(&x->map_lock, NULL);
-    x->flight[1].lane = 1;
     x->seen = calloc(ranks * PARITIES, sizeof *x->seen);
     x->asked_ns = calloc(ranks * PARITIES, sizeof *x->asked_ns);
     x->asked = calloc(ranks * PARITIES, sizeof *x->asked);
-    x->table = calloc(cells, sizeof *x->table);
-    x->order = calloc(cells, sizeof *x->order);
-    x->alive = calloc(ranks, 1);
-    x->alive_now = calloc(ranks, 1);
-    const int enough = x->seen && x->asked_ns && x->asked && x->table && x->order && x->alive && x->alive_now;
+    x->forgotten = calloc(ranks * (size_t)memory->layers, sizeof *x->forgotten);
+    int enough = x->seen && x->asked_ns && x->asked && x->forgotten;
+    for (int lane = 0; lane < PARITIES; lane++) {
+        Flight *f = &x->flight[lane];
+        f->lane = lane;
+        f->segment = calloc((size_t)memory->slab_rows * (size_t)memory->top_k, sizeof *f->segment);
+        enough = enough && f->segment;
+    }
     if (enough) resume(x);
     if (enough && !pthread_create(&x->thread, NULL, serve, x)) return x;
     exchange_free(x);
@@ -307,22 +316,6 @@ static void exchange_close(Exchange *x) {
     wake(server_signal(x, x->at.rank));
     pthread_join(x->thread, NULL);
     exchange_free(x);
-}
-
-static void exchange_map(Exchange *x, uint32_t epoch, const int32_t *table, const uint8_t *alive) {
-    const int experts = x->at.experts;
-    pthread_mutex_lock(&x->map_lock);
-    memcpy(x->table, table, sizeof(int32_t) * (size_t)x->at.layers * experts);
-    memcpy(x->alive, alive, (size_t)x->at.ranks);
-    for (int layer = 0; layer < x->at.layers; layer++) {
-        int32_t *order = x->order + (size_t)layer * experts, n = 0;
-        for (int rank = 0; rank < x->at.ranks; rank++)
-            for (int e = 0; e < experts; e++)
-                if (table[(size_t)layer * experts + e] == rank) order[n++] = e;
-    }
-    atomic_store(&x->epoch, epoch & 0xffff);
-    pthread_mutex_unlock(&x->map_lock);
-    wake(owner_signal(x, x->at.rank));
 }
 
 static void exchange_fence(Exchange *x, int rank, uint32_t epoch) {

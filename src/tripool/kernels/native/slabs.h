@@ -6,6 +6,7 @@
 #include "futex.h"
 
 #define PARITIES 2 /* lanes of a source */
+#define MAX_RANKS 1024
 
 typedef struct {
     uint32_t row, choice, expert;
@@ -15,7 +16,8 @@ typedef struct {
 /* As Python gives it: `kernels/cpu8/exchange.py`. */
 typedef struct {
     uint8_t *map;
-    uint64_t control, dispatch_bells, combine_bells, routed, routed_bytes, dispatch, combine, dispatch_bytes, combine_bytes;
+    uint64_t control, dispatch_bells, combine_bells, routed, routed_bytes, assigned, assigned_bytes, dispatch, combine;
+    uint64_t dispatch_bytes, combine_bytes;
     uint64_t segment_list, entry_list, scales, fixes, values;
     int32_t ranks, rank, layers, experts, top_k, hidden, slab_rows;
     const Moe *const *moe; /* [layers] */
@@ -35,19 +37,29 @@ typedef struct {
     uint64_t bell;
 } OwnSegment;
 
-/* An exchange of one lane, seen by its owner. A segment has an expert that no other segment has. */
+/* An expert map as it was installed; never changed. */
+typedef struct {
+    int holders; /* that may read it: the exchange while it is the newest, and exchanges in flight */
+    int width;   /* most replicas of an expert */
+    uint32_t epoch;
+    int32_t *table; /* [layers, experts, width]: the ranks with a replica, -1 after the last */
+    int32_t *order; /* [layers, experts * width]: places in the layer's table, by rank, then expert; -1 after the last */
+    uint8_t *alive; /* [ranks] */
+} InstalledMap;
+
+/* An exchange of one lane, seen by its owner. Segments have no entry in common. */
 typedef struct {
     int rows, lane, segments;
-    uint32_t epoch;
+    InstalledMap *map;
     const Moe *moe;
     Workspace shared;
-    OwnSegment segment[MAX_EXPERTS];
-    int32_t table[MAX_EXPERTS], order[MAX_EXPERTS];
+    OwnSegment *segment; /* [slab_rows * top_k] */
 } Flight;
 
 typedef struct Exchange {
     ExchangeMemory at;
-    Workspace own, served, copied; /* the first is the step's thread's, the others belong to the holder of `serving` */
+    Workspace own, chosen;    /* of the step's thread */
+    Workspace served, copied; /* of the holder of `serving` */
     Flight flight[PARITIES];
     uint32_t sequence[PARITIES];
     int parity, next;
@@ -57,10 +69,10 @@ typedef struct Exchange {
     _Atomic int64_t *asked_ns;  /* [ranks, lanes]: when the newest request was sent; 0: none is open */
     _Atomic uint64_t *asked;    /* [ranks, lanes]: that request */
     pthread_t thread;
-    pthread_mutex_t map_lock;   /* of the five below */
-    _Atomic uint32_t epoch;
-    int32_t *table, *order;     /* [layers, experts]: rank of each expert; experts sorted by rank */
-    uint8_t *alive, *alive_now; /* [ranks]; the second is the owner's copy */
+    int64_t *forgotten;         /* [layers, ranks]: of the rows assigned to each rank, those that no longer count */
+    pthread_mutex_t map_lock;   /* of `map`, and of the holders of all maps */
+    InstalledMap *map;
+    _Atomic uint32_t epoch;     /* of `map` */
 } Exchange;
 
 enum { FAILED_DEADLINE = 1, FAILED_FENCED };
@@ -91,6 +103,10 @@ static float *answers_of(const Exchange *x, int destination, int source, int lan
 static _Atomic uint64_t *routed_rows(const Exchange *x, int layer) {
     uint8_t *own = x->at.map + x->at.routed + x->at.routed_bytes * (size_t)x->at.rank;
     return (_Atomic uint64_t *)own + (size_t)layer * x->at.experts;
+}
+/* [ranks]: rows of a layer that all sources have sent to each rank. */
+static _Atomic uint64_t *assigned_rows(const Exchange *x, int layer) {
+    return (_Atomic uint64_t *)(x->at.map + x->at.assigned + x->at.assigned_bytes * (size_t)layer);
 }
 static uint8_t *control_of(const Exchange *x, int rank) { return x->at.map + x->at.control + 192 * (size_t)rank; }
 static _Atomic uint32_t *fence_of(const Exchange *x, int rank) { return (_Atomic uint32_t *)control_of(x, rank); }

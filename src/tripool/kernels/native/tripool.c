@@ -110,9 +110,10 @@ API Exchange *tripool_exchange_open(const ExchangeMemory *memory) { return excha
 
 API void tripool_exchange_close(Exchange *x) { exchange_close(x); }
 
-/* `table`: [layers, experts], the rank of each expert; `alive`: [ranks]. Any thread may call this during a step. */
-API void tripool_exchange_map(Exchange *x, uint32_t epoch, const int32_t *table, const uint8_t *alive) {
-    exchange_map(x, epoch, table, alive);
+/* `table`: [layers, experts, width], the ranks with a replica, -1 after the last; `alive`: [ranks]. Any thread may call
+ * this during a step. */
+API void tripool_exchange_map(Exchange *x, uint32_t epoch, const int32_t *table, int width, const uint8_t *alive) {
+    exchange_map(x, epoch, table, width, alive);
 }
 
 /* From now on requests of a rank count only from this epoch on. */
