@@ -45,6 +45,7 @@ from tripool.gateway.responses.fields import RESPONSES
 from tripool.gateway.responses.open import opened
 from tripool.gateway.responses.routes import response_routes
 from tripool.gateway.responses.store import ResponseStore
+from tripool.gateway.schema_check import SchemaCheck
 from tripool.gateway.slo import read_header_slo
 from tripool.gateway.stream import AnswerResponse
 from tripool.gateway.tokens import token_routes
@@ -180,6 +181,7 @@ class Answering:
         self._models, self._in_flight, self._journal, self._bodies = models, in_flight, journal, bodies
         self._store, self._clock, self._access, self._reading = store, clock, access, reading
         """For bodies that take long to encode: large ones, and those with a slow chat template."""
+        self._check = SchemaCheck()
         self._trial, self._trying = Trial(), FairPool("trials", num_threads=_TRIALS, max_waiting=_MAX_TRIALS_WAITING)
 
     async def answer(self, http: HttpRequest, api: Api) -> Response:
@@ -199,7 +201,15 @@ class Answering:
         in_flight = partial(self._answering, served, job, formatter)
         on_end = partial(self._ended, caller_of(http), served)
         return AnswerResponse(
-            job, served.backend, answers, formatter, record, clock=self._clock, in_flight=in_flight, on_end=on_end
+            job,
+            served.backend,
+            answers,
+            formatter,
+            record,
+            clock=self._clock,
+            check=self._check,
+            in_flight=in_flight,
+            on_end=on_end,
         )
 
     def _ended(self, caller: Caller, served: Served, record: Record) -> None:
