@@ -43,6 +43,7 @@ from tripool.gateway.request_log import RequestLog, log_connection, note_error, 
 from tripool.gateway.respond import Formatter
 from tripool.gateway.responses.fields import RESPONSES
 from tripool.gateway.responses.open import opened
+from tripool.gateway.responses.recent import RecentItems
 from tripool.gateway.responses.routes import response_routes
 from tripool.gateway.responses.store import ResponseStore
 from tripool.gateway.schema_check import SchemaCheck
@@ -123,7 +124,8 @@ def create_models_app(
         log_connection(code)
 
     app.state.on_connection_ended, app.state.max_body_bytes = connection_ended, config.max_body_bytes
-    store = ResponseStore(config.response_store_bytes)
+    store_bytes = config.response_store_bytes
+    store = ResponseStore(store_bytes or 0, RecentItems(clock) if store_bytes is None else None)
     answering = Answering(models, in_flight, journal, bodies, clock, access, reading, store)
     app.include_router(response_routes(models, bodies, reading, store))
     app.add_middleware(ConnectionQuota, on_refused=models.default.metrics.refused)
