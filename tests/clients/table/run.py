@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import tripool
 from clients.scripted import scripted_server
 from clients.table import page
 from clients.table.catalog import CLIENTS, Client
@@ -50,11 +51,14 @@ class Row:
 
 def run(client: Client, *, split: bool = False) -> Row:
     row = Row(client, version_of(client), "split" if split else "colocated")
-    with scripted_server(split=split) as server, Recorder(server.url).running() as recorder:
+    options = ("--grpc-port", "0")
+    with scripted_server(split=split, options=options) as server, Recorder(server.url).running() as recorder:
         environment = os.environ | {
             "TRIPOOL_URL": recorder.url,
             "TRIPOOL_MODEL": server.model,
             "TRIPOOL_SCRIPT": str(server.path),
+            "TRIPOOL_GRPC": server.grpc_address,
+            "TRIPOOL_SOURCE": str(Path(tripool.__file__).parent),
             "PYTHONPATH": str(HERE / "programs"),
             "HF_HUB_OFFLINE": "1",
             "NO_COLOR": "1",
