@@ -21,7 +21,7 @@ PROMPTS = ["A dog", STORY, STORY * 12, STORY * 12 + "The end."]
 """The third is scored in several chunks; the fourth has a known prefix, which is computed again."""
 WITHIN_S = 120.0
 MEAN_NATS, MOST_NATS, SHIFT_NATS = 0.15, 2.0, 0.02
-"""Between 8 bits and float32, over all tokens: of a single score, of the worst, and of the mean, which perplexity is."""
+"""Between 8 bits and float32, over all tokens: of a single score, of the worst, and of the mean (the perplexity)."""
 
 
 @contextmanager
