@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import tripool
-from clients.scripted import scripted_server
+from clients.scripted import Scripted, scripted_server
 from clients.table import page
 from clients.table.catalog import CLIENTS, Client
 from clients.table.install import folder_of, is_installed
@@ -49,10 +49,9 @@ class Row:
         return bool(self.failures) and not any(self.failures.values())
 
 
-def run(client: Client, *, split: bool = False) -> Row:
-    row = Row(client, version_of(client), "split" if split else "colocated")
-    options = ("--grpc-port", "0")
-    with scripted_server(split=split, options=options) as server, Recorder(server.url).running() as recorder:
+def run(client: Client, server: Scripted, mode: str) -> Row:
+    row = Row(client, version_of(client), mode)
+    with Recorder(server.url).running() as recorder:
         environment = os.environ | {
             "TRIPOOL_URL": recorder.url,
             "TRIPOOL_MODEL": server.model,
@@ -109,6 +108,11 @@ def main() -> int:
     parser.add_argument("--record", action="store_true")
     parser.add_argument("--verbose", action="store_true", help="what the programs print")
     given = parser.parse_args()
+    with scripted_server(split=given.split, options=("--grpc-port", "0")) as server:
+        return run_all(given, server)
+
+
+def run_all(given: argparse.Namespace, server: Scripted) -> int:
     wrong = 0
     for client in CLIENTS:
         if given.names and client.name not in given.names:
@@ -117,7 +121,7 @@ def main() -> int:
             print(f"{client.name:20} not installed")
             wrong += 1
             continue
-        row = run(client, split=given.split)
+        row = run(client, server, "split" if given.split else "colocated")
         failed = {step: failure for step, failure in row.failures.items() if failure}
         print(
             f"{client.name:20} {row.version:10} {'works' if row.ok else 'FAILS'} {len(row.failures)} steps {failed}",
