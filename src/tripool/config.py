@@ -116,8 +116,8 @@ class GatewayConfig:
     max_body_bytes: int = 4 * 2**20
     stall_s: float = 20.0
     """Seconds with work but without a finished step after which the server reports itself as not ready."""
-    response_store_bytes: int = 0
-    """Memory for responses that clients refer to by id; 0: none is stored."""
+    response_store_bytes: int | None = None
+    """Memory for responses that clients refer to by id. None: only the answers' own items, for an hour; 0: nothing."""
     cors_origins: tuple[str, ...] = ()
     """Origins of web pages that may use the server from a browser."""
     grpc_port: int | None = None

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 CONTEXT_TOKENS = 2**20
-START_WITHIN_S, END_WITHIN_S = 120.0, 20.0
+START_WITHIN_S, END_WITHIN_S = 120.0, 60.0
 Rule = dict[str, Any]
 
 
@@ -46,6 +46,7 @@ class Scripted:
     url: str
     model: str
     path: Path
+    grpc_address: str = ""
 
     def script(self, rules: Sequence[Rule]) -> None:
         """Replaces the rules, for requests that begin after this."""
@@ -71,10 +72,10 @@ def scripted_server(
             watchdog.start()
             try:
                 line = process.stdout.readline()
-                found = re.match(r"serves (\S+) at (\S+)/v1", line)
+                found = re.match(r"serves (\S+) at (\S+)/v1(?: and gRPC at (\S+))?", line)
                 assert found, f"no server within {START_WITHIN_S:g} s: {line}"
                 watchdog.cancel()
-                yield Scripted(found[2], found[1], path)
+                yield Scripted(found[2], found[1], path, found[3] or "")
             finally:
                 watchdog.cancel()
                 process.send_signal(signal.SIGTERM)
@@ -94,20 +95,23 @@ def main() -> None:
     parser.add_argument("script", type=Path)
     parser.add_argument("--split", action="store_true", help="gateway, prefill and decode worker as processes")
     parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--grpc-port", type=int, help="also serve gRPC; 0: at any free port")
     parser.add_argument("--context", type=int, default=CONTEXT_TOKENS, help="tokens, which are bytes")
     given = parser.parse_args()
     # Room for a few of the longest prompts; a block of the fake engine takes 512 bytes.
     blocks = max(2048, 4 * given.context // 64)
     model = f"fake:context={given.context},blocks={blocks},step_tokens=65536,script={given.script.absolute()}"
-    gateway = GatewayConfig(port=given.port)
+    gateway = GatewayConfig(port=given.port, grpc_port=given.grpc_port)
     if given.split:
         server: Any = build_split([model], gateway=gateway)
     else:
         server = build_colocated(
             [model], gateway=gateway, load=lambda name, config: load_pool_engine(name, config, "decode")
         )
+    signal.signal(signal.SIGTERM, lambda *_: server.stop())
     with server:
-        server.run(lambda: print(f"serves fake at {server.url}/v1", flush=True))
+        calls = "" if server.grpc_address is None else f" and gRPC at {server.grpc_address}"
+        server.run(lambda: print(f"serves fake at {server.url}/v1{calls}", flush=True))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from starlette.requests import Request as HttpRequest
 from tripool.errors import Overloaded
 from tripool.gateway.bodies import Bodies
 from tripool.gateway.body import BodyTooSlow, read_body
+from tripool.gateway.grpc.routes import IS_CALL
 from tripool.tenants import ANONYMOUS, Caller
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -71,22 +72,46 @@ def test_half_a_body_is_waited_for_only_so_long():
     assert refused.value.status == 408
 
 
+def request(tenant: str, content: bytes, end: asyncio.Event, **scope: object) -> HttpRequest:
+    async def receive():
+        nonlocal content
+        if content:
+            part, content = content, b""
+            return {"type": "http.request", "body": part, "more_body": True}
+        await end.wait()
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    caller = Caller(tenant=replace(ANONYMOUS, name=tenant))
+    headers = [(b"content-type", b"application/json")]
+    return HttpRequest({"type": "http", "headers": headers, "tripool.caller": caller, **scope}, receive)
+
+
+def test_messages_of_grpc_wait_for_the_memory_that_they_may_need():
+    """Their size is not known before they are there: two of a tenant may arrive at once here, however short."""
+    bodies = Bodies(2**19, max_held_bytes=4 * 2**20)
+    call = {IS_CALL: True}
+
+    async def fill() -> None:
+        ends = [asyncio.Event() for _ in range(3)]
+        reads = [asyncio.create_task(bodies.read(request("a", b"x", end, **call))) for end in ends]
+        ends[2].set()  # this one is complete, and has to wait for the others
+        other = await bodies.read(request("b", b"y", ends[2], **call))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert other == b"y" and not reads[2].done()
+        with pytest.raises(Overloaded):
+            await bodies.read(request("a", b"a" * (2**17), ends[2]))  # over HTTP, and too large for what is left
+        ends[0].set()
+        assert await reads[2] == b"x" and not reads[1].done()
+        ends[1].set()
+        assert await reads[1] == b"x"
+
+    asyncio.run(fill())
+
+
 def test_large_bodies_that_arrive_at_once_are_bounded_for_each_tenant_and_together():
     """Slow senders of large bodies would otherwise hold gigabytes; short bodies are never refused."""
     bodies, large, short = Bodies(2**20, max_held_bytes=4 * 2**20), b"a" * (2**19 + 2**16), b"a" * 2**16
-
-    def request(tenant: str, content: bytes, end: asyncio.Event) -> HttpRequest:
-        async def receive():
-            nonlocal content
-            if content:
-                part, content = content, b""
-                return {"type": "http.request", "body": part, "more_body": True}
-            await end.wait()
-            return {"type": "http.request", "body": b"", "more_body": False}
-
-        caller = Caller(tenant=replace(ANONYMOUS, name=tenant))
-        headers = [(b"content-type", b"application/json")]
-        return HttpRequest({"type": "http", "headers": headers, "tripool.caller": caller}, receive)
 
     async def fill() -> None:
         end = asyncio.Event()

@@ -60,6 +60,69 @@ def test_a_schema_beyond_the_grammar_is_guided_by_the_rest(scripted):
     assert "x-tripool-unenforced" not in ask(scripted, "hello", tools=[tool({"type": "object"})]).headers
 
 
+def last_chunk(answer: Any) -> Any:
+    return [json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line.startswith("data: {")][
+        -1
+    ]
+
+
+def test_what_is_not_enforced_is_checked_after(scripted):
+    violated = {"call": 0, "path": "/tags", "schema": "tools/find/properties/tags/uniqueItems"}
+    broken = {"kept": False, "violations": [violated]}
+    body: dict[str, Any] = {"tools": [tool(TAGS)]}
+    assert ask(scripted, "call it", **body).json()["tripool"]["checked"] == broken
+    last = last_chunk(ask(scripted, "call it", stream=True, **body))
+    assert last["tripool"]["checked"] == broken and last["choices"][0]["finish_reason"] == "tool_calls"
+    last = last_chunk(ask(scripted, "call it", stream=True, stream_options={"include_usage": True}, **body))
+    assert last["tripool"]["checked"] == broken and last["usage"]
+    assert ask(scripted, "hello", **body).json()["tripool"]["checked"] == {"kept": True}
+    cut = ask(scripted, "call it", max_tokens=len(CALL) - 20, **body).json()["tripool"]["checked"]
+    assert cut == {"kept": None, "why": "the answer is incomplete"}
+    both = ask(scripted, "call it", n=2, **body).json()["tripool"]["checked"]["violations"]
+    assert [one["choice"] for one in both] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "checked"),
+    [
+        ("^(?!Z)", {"kept": True}),
+        (
+            "^(?!B)",
+            {"kept": False, "violations": [{"path": "/city", "schema": "response_format/properties/city/pattern"}]},
+        ),
+        # Exponential: the process that checks it is ended.
+        (r"^(?!x)((.?){30})*Z$", {"kept": None, "why": "the check takes too long"}),
+    ],
+)
+def test_patterns_are_checked_in_a_process(scripted, pattern, checked):
+    schema = {"type": "object", "properties": {"city": {"type": "string", "pattern": pattern}}}
+    shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    assert ask(scripted, "as JSON", response_format=shape).json()["tripool"]["checked"] == checked
+
+
+def test_other_apis_say_what_was_checked(scripted):
+    """Messages in their last delta, Responses and Ollama beside their usage."""
+    function = {"name": "find", "parameters": TAGS}
+    said = [{"role": "user", "content": "call it"}]
+    messages = {"max_tokens": 99, "messages": said, "tools": [{"name": "find", "input_schema": TAGS}]}
+    found = [
+        scripted.http.post("/v1/messages", json=messages).json(),
+        last_chunk_of_messages(scripted.http.post("/v1/messages", json={**messages, "stream": True})),
+        scripted.http.post(
+            "/v1/responses", json={"input": "call it", "tools": [{"type": "function", **function}]}
+        ).json(),
+        scripted.http.post(
+            "/api/chat", json={"model": "fake", "messages": said, "tools": [tool(TAGS)], "stream": False}
+        ).json(),
+    ]
+    assert [one["tripool"]["checked"]["kept"] for one in found] == [False] * 4
+
+
+def last_chunk_of_messages(answer: Any) -> Any:
+    (delta,) = [json.loads(one.removeprefix("data: ")) for one in answer.text.splitlines() if '"message_delta"' in one]
+    return delta
+
+
 @pytest.mark.parametrize(
     "body",
     [

@@ -169,7 +169,7 @@ def _register_gateway(app: typer.Typer) -> None:
         epoch: Annotated[int, typer.Option()],
         supervisor_channel: Annotated[int, typer.Option()],
         keys: Annotated[Path, typer.Option(help="The key store.")],
-        response_store_bytes: Annotated[int, typer.Option()] = 0,
+        response_store_bytes: Annotated[int | None, typer.Option()] = None,
         cors_origin: Annotated[list[str] | None, typer.Option()] = None,
         grpc_address: Annotated[str | None, typer.Option()] = None,
         log_level: LogLevel = _LOGS.level,

@@ -65,7 +65,10 @@ Hosts = Annotated[
     int, typer.Option(min=1, max=64, help="Machines, this one included, over which ranks of an instance are spread.")
 ]
 ResponseStoreMb = Annotated[
-    float, typer.Option(min=0, help="Memory for responses that clients refer to by id; 0: none is stored.")
+    float | None,
+    typer.Option(
+        min=0, help="Memory for responses that clients refer to by id; by default answers alone, for an hour."
+    ),
 ]
 CorsOrigin = Annotated[
     list[str] | None, typer.Option(help="Origin of web pages that may use this server from a browser; repeatable.")
@@ -113,7 +116,7 @@ def register(app: typer.Typer, load: Load) -> None:
         keep_models: KeepModels = False,
         keys: KeysFile = None,
         open: Open = False,
-        response_store_mb: ResponseStoreMb = 0.0,
+        response_store_mb: ResponseStoreMb = None,
         cors_origin: CorsOrigin = None,
         grpc_port: GrpcPort = None,
         log_level: LogLevel = _LOGS.level,
@@ -206,10 +209,12 @@ def _colocated_ready(server: ColocatedServer) -> None:
     _ready(server, banner, keys=server.access.keys)
 
 
-def _gateway_config(host: str, port: int, store_mb: float, origins: list[str], grpc_port: int | None) -> GatewayConfig:
+def _gateway_config(
+    host: str, port: int, store_mb: float | None, origins: list[str], grpc_port: int | None
+) -> GatewayConfig:
     from tripool.gateway.cors import checked_origins
 
-    store_bytes, cors = int(store_mb * 2**20), checked_origins(origins)
+    store_bytes, cors = None if store_mb is None else int(store_mb * 2**20), checked_origins(origins)
     return GatewayConfig(host=host, port=port, response_store_bytes=store_bytes, cors_origins=cors, grpc_port=grpc_port)
 
 

@@ -43,8 +43,10 @@ from tripool.gateway.request_log import RequestLog, log_connection, note_error, 
 from tripool.gateway.respond import Formatter
 from tripool.gateway.responses.fields import RESPONSES
 from tripool.gateway.responses.open import opened
+from tripool.gateway.responses.recent import RecentItems
 from tripool.gateway.responses.routes import response_routes
 from tripool.gateway.responses.store import ResponseStore
+from tripool.gateway.schema_check import SchemaCheck
 from tripool.gateway.slo import read_header_slo
 from tripool.gateway.stream import AnswerResponse
 from tripool.gateway.tokens import token_routes
@@ -122,7 +124,8 @@ def create_models_app(
         log_connection(code)
 
     app.state.on_connection_ended, app.state.max_body_bytes = connection_ended, config.max_body_bytes
-    store = ResponseStore(config.response_store_bytes)
+    store_bytes = config.response_store_bytes
+    store = ResponseStore(store_bytes or 0, RecentItems(clock) if store_bytes is None else None)
     answering = Answering(models, in_flight, journal, bodies, clock, access, reading, store)
     app.include_router(response_routes(models, bodies, reading, store))
     app.add_middleware(ConnectionQuota, on_refused=models.default.metrics.refused)
@@ -180,6 +183,7 @@ class Answering:
         self._models, self._in_flight, self._journal, self._bodies = models, in_flight, journal, bodies
         self._store, self._clock, self._access, self._reading = store, clock, access, reading
         """For bodies that take long to encode: large ones, and those with a slow chat template."""
+        self._check = SchemaCheck()
         self._trial, self._trying = Trial(), FairPool("trials", num_threads=_TRIALS, max_waiting=_MAX_TRIALS_WAITING)
 
     async def answer(self, http: HttpRequest, api: Api) -> Response:
@@ -199,7 +203,15 @@ class Answering:
         in_flight = partial(self._answering, served, job, formatter)
         on_end = partial(self._ended, caller_of(http), served)
         return AnswerResponse(
-            job, served.backend, answers, formatter, record, clock=self._clock, in_flight=in_flight, on_end=on_end
+            job,
+            served.backend,
+            answers,
+            formatter,
+            record,
+            clock=self._clock,
+            check=self._check,
+            in_flight=in_flight,
+            on_end=on_end,
         )
 
     def _ended(self, caller: Caller, served: Served, record: Record) -> None:

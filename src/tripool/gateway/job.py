@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from tripool.core import Request
+from tripool.gateway.schema_check import ENFORCED, Unenforced
 
 if TYPE_CHECKING:
     from tripool.gateway.responses.parse import Shown
@@ -37,8 +38,7 @@ class Job:
     """How many are shown for each of the prompt's tokens, in vLLM's form."""
     calls: bool = False
     """Whether answers may hold tool calls."""
-    unenforced: tuple[str, ...] = ()
-    """Parts of its schemas that the grammar does not ensure."""
+    unenforced: Unenforced = ENFORCED
     thinks: bool | None = None
     """Whether reasoning is split off: None when not, else whether the prompt ends inside of it."""
     shown: Shown | None = None

@@ -25,6 +25,7 @@ from tripool.gateway.responses.fields import INPUT_TOKENS, RESPONSES
 from tripool.gateway.responses.parse import Asked, read
 from tripool.gateway.responses.store import NOTHING_STORED, History
 from tripool.gateway.responses.truncate import fitting
+from tripool.gateway.schema_check import ENFORCED, Unenforced
 from tripool.gateway.slo import HeaderSlo, read_slo
 from tripool.gateway.structure import read_format
 from tripool.gateway.tools import Tools, as_text, read_tools
@@ -231,7 +232,7 @@ class Parser:
         sender: Sender,
         *,
         thinks: bool | None = None,
-        unenforced: tuple[str, ...] = (),
+        unenforced: Unenforced = ENFORCED,
     ) -> Job:
         chosen = {name: fields[name] for name in options.SAMPLING if name in fields}
         chosen["logit_bias"] = {int(token_id): bias for token_id, bias in fields.get("logit_bias", {}).items()}
@@ -278,16 +279,16 @@ class Parser:
         )
 
 
-def _structure(fields: Mapping[str, Any], tools: Tools) -> tuple[Structure | None, tuple[str, ...]]:
+def _structure(fields: Mapping[str, Any], tools: Tools) -> tuple[Structure | None, Unenforced]:
     """Of a chat: with tools, the model may call one or answer in the format. And what of both is not ensured."""
     structure, unenforced = read_format(fields)
     if structure is None or tools.structure is None:
-        return structure or tools.structure, tools.unenforced + unenforced
+        return structure or tools.structure, tools.unenforced | unenforced
     if structure.kind not in ("json_schema", "json_object"):
         hint = 'leave one of them out, or send "tool_choice": "none"'
         raise InvalidRequest(f"'{structure.param}' cannot go with 'tools'", hint=hint, param=structure.param)
     schema = json.loads(structure.value) if structure.kind == "json_schema" else {"type": "object"}
-    return or_answer(tools.structure, schema), tools.unenforced + unenforced
+    return or_answer(tools.structure, schema), tools.unenforced | unenforced
 
 
 def header_id(header: str | None) -> str | None:

@@ -76,6 +76,8 @@ class OpenAIFormatter:
         """For a whole answer with log-probabilities."""
         self._token_chars: dict[int, int] = {}
         """Characters of the tokens streamed so far, per choice: completion logprobs contain text offsets."""
+        self._ends: list[dict[str, Any]] = []
+        """Last chunks that wait for the end of all."""
         self._plain = not (job.return_token_ids or job.continuous_usage)
         self._before: dict[int, bytes] = {}
         """Bytes before the text in a chunk of plain content, once a choice has only that."""
@@ -189,14 +191,18 @@ class OpenAIFormatter:
         if not self._chat:
             if self._plain:
                 self._before[index] = self._plain_head(index)
-            return self._chunk(self._chunk_choice(index, text, logprobs, finish) | ids)
+            chunk = self._chunk if finish is None else self._last_chunk
+            return chunk(self._chunk_choice(index, text, logprobs, finish) | ids)
         return self._chat_chunks(index, delta, logprobs, ids)
 
     def closing(self, answers: Sequence[Answer], facts: Facts) -> bytes:
-        usage = b""
+        last = b""
+        while self._ends:
+            choice = self._ends.pop(0)
+            last += self._chunk(choice, {} if self._ends else {"tripool": facts})
         if self._job.include_usage:
-            usage = _event(self._head | {"choices": [], "usage": self._usage(), "tripool": facts})
-        return usage + b"data: [DONE]\n\n"
+            last += _event(self._head | {"choices": [], "usage": self._usage(), "tripool": facts})
+        return last + b"data: [DONE]\n\n"
 
     def error(self, error: TripoolError) -> bytes:
         return _event(error_shape(error))
@@ -214,7 +220,7 @@ class OpenAIFormatter:
             chunks += self._chunk(self._chunk_choice(index, part, logprobs) | ids)
             logprobs, ids = None, {}
         if finish is not None:
-            chunks += self._chunk(self._chunk_choice(index, {}, None, shown_finish(finish, parser)))
+            chunks += self._last_chunk(self._chunk_choice(index, {}, None, shown_finish(finish, parser)))
         return chunks or None
 
     def _part(self, index: int, piece: Piece) -> dict[str, Any]:
@@ -225,6 +231,13 @@ class OpenAIFormatter:
         if isinstance(piece, CallBegins):
             return {"tool_calls": [{"index": piece.index, **self._call(index, piece.index, piece.name, "")}]}
         return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]}
+
+    def _last_chunk(self, choice: dict[str, Any]) -> bytes:
+        """Of a choice. Where schemas are checked and no chunk with the usage follows, it waits to say so."""
+        if not self._job.unenforced or self._job.include_usage:
+            return self._chunk(choice)
+        self._ends.append(choice)
+        return b""
 
     def _plain_head(self, index: int) -> bytes:
         content = '"delta":{"content":' if self._chat else '"text":'

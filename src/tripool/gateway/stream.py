@@ -21,6 +21,7 @@ from tripool.gateway.connection_limits import SLOW_READER, cut_off, cut_off_beca
 from tripool.gateway.job import Job
 from tripool.gateway.record import Record, State
 from tripool.gateway.respond import Formatter
+from tripool.gateway.schema_check import SchemaCheck
 from tripool.token_stream import MAX_UNREAD, Tally
 
 # A connection only sees whether anything is read at all (`gateway/connection.py`). A client that reads a little now and
@@ -63,6 +64,7 @@ class AnswerResponse(Response):
         record: Record,
         *,
         clock: Callable[[], float],
+        check: SchemaCheck,
         in_flight: Callable[[], AbstractContextManager[None]],
         on_end: Callable[[Record], object],
     ) -> None:
@@ -75,7 +77,8 @@ class AnswerResponse(Response):
         self._tally = Tally(inf)
         self._clock, self._patience = clock, SlowReaderLimit()
         self._scope: Scope = {}
-        self._in_flight, self._on_end = in_flight, on_end
+        self._in_flight, self._on_end, self._check = in_flight, on_end, check
+        self._checked: dict[str, Any] = {}
         self._places = {answer.request.id: (i, answer) for i, answer in enumerate(answers)}
         self._n = job.requests[0].params.n
 
@@ -100,7 +103,7 @@ class AnswerResponse(Response):
                 found = self._take(event)
                 if found is not None:
                     self._formatter.take(*found)
-        self._end_generated()
+        await self._generated()
         body = await _gathered(self._formatter.whole(self._answers, self._facts()))
         num_bytes = str(sum(map(len, body))).encode()
         await _start(send, b"application/json", [*self._own_headers(), (b"content-length", num_bytes)])
@@ -138,7 +141,7 @@ class AnswerResponse(Response):
                         body = self._formatter.opening(index, self._places[event.request_id][1]) + (body or b"")
                     if body:
                         await self._send(send, body)
-            self._end_generated()
+            await self._generated()
             last = self._formatter.closing(self._answers, self._facts())
             if not opened:  # cancelled by another request, before its first token
                 await self._start_stream(send)
@@ -154,9 +157,15 @@ class AnswerResponse(Response):
         headers = [*self._own_headers(), (b"cache-control", b"no-cache")]
         await _start(send, self._formatter.stream_type, headers)
 
-    def _end_generated(self) -> None:
+    async def _generated(self) -> None:
         """All events were read. Another request may have cancelled this one."""
         self._end_record("finished" if all(answer.done for answer in self._answers) else "cancelled")
+        job = self._job
+        if job.unenforced:
+            tenant = job.requests[0].slo.tenant
+            self._checked = await self._check.check(
+                job.unenforced, self._answers, tenant, calls=job.calls, thinks=job.thinks
+            )
 
     def _take(self, event: TokenEvent) -> tuple[int, Delta] | None:
         """A delta with its index over HTTP. A request that is done before its engine knows is cancelled."""
@@ -186,13 +195,13 @@ class AnswerResponse(Response):
             self._record.ended(state, self._answers, error_code, self._tally)
 
     def _facts(self) -> dict[str, Any]:
-        facts = self._record.facts()
-        return facts | {"unenforced": self._job.unenforced} if self._job.unenforced else facts
+        facts, unenforced = self._record.facts(), self._job.unenforced
+        return facts | {"unenforced": unenforced.places, "checked": self._checked} if unenforced else facts
 
     def _own_headers(self) -> Headers:
         own = [(b"x-request-id", self._job.request_id.encode())]
         if self._job.unenforced:
-            own.append((UNENFORCED, _listed(self._job.unenforced)))
+            own.append((UNENFORCED, _listed(self._job.unenforced.places)))
         return own
 
 

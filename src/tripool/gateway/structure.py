@@ -7,6 +7,7 @@ from typing import Any
 
 from tripool.core import Structure, StructureKind
 from tripool.errors import InvalidRequest
+from tripool.gateway.schema_check import ENFORCED, Unenforced
 from tripool.grammar.relax import relaxed
 
 _PLAIN: Mapping[str, StructureKind] = {
@@ -32,10 +33,10 @@ def read_structure(fields: Mapping[str, Any]) -> Structure | None:
     return read_format(fields)[0]
 
 
-def read_format(fields: Mapping[str, Any]) -> tuple[Structure | None, tuple[str, ...]]:
+def read_format(fields: Mapping[str, Any]) -> tuple[Structure | None, Unenforced]:
     """The structure, and the parts of its schema that it does not ensure: only those of a `response_format` that is
     not `strict` may be left out."""
-    unenforced: tuple[str, ...] = ()
+    unenforced = ENFORCED
     found = [Structure(kind, fields[name], name) for name, kind in _PLAIN.items() if name in fields]
     if "structured_outputs" in fields:
         found += _structured_outputs(fields["structured_outputs"])
@@ -45,7 +46,7 @@ def read_format(fields: Mapping[str, Any]) -> tuple[Structure | None, tuple[str,
     if len(found) > 1:
         names = ", ".join(f"'{structure.param}'" for structure in found)
         raise InvalidRequest(f"an answer can have one structure, not {names}", param=found[-1].param)
-    return (found[0], unenforced) if found else (None, ())
+    return (found[0], unenforced) if found else (None, ENFORCED)
 
 
 def _structured_outputs(value: Mapping[str, Any]) -> list[Structure]:
@@ -56,17 +57,17 @@ def _structured_outputs(value: Mapping[str, Any]) -> list[Structure]:
     return [Structure(_STRUCTURED[name], item, param) for name, item in given.items()]
 
 
-def _response_format(value: Mapping[str, Any]) -> tuple[list[Structure], tuple[str, ...]]:
+def _response_format(value: Mapping[str, Any]) -> tuple[list[Structure], Unenforced]:
     param, kind = "response_format", value.get("type")
     value = {name: item for name, item in value.items() if item is not None}
     fields = {"json_schema": ("type", "json_schema"), "json_object": ("type", "schema")}
     _refuse_unknown(value, fields.get(str(kind), ("type",)), param)
     if kind == "text":
-        return [], ()
+        return [], ENFORCED
     if kind == "json_object" and isinstance(value.get("schema"), dict):
         return _schema(value["schema"], param)
     if kind == "json_object":
-        return [Structure("json_object", True, param)], ()
+        return [Structure("json_object", True, param)], ENFORCED
     if kind != "json_schema":
         hint = "known: text, json_object, json_schema"
         raise InvalidRequest(f"response_format has the type {str(kind)[:100]!r}", hint=hint, param=param)
@@ -76,13 +77,15 @@ def _response_format(value: Mapping[str, Any]) -> tuple[list[Structure], tuple[s
         raise InvalidRequest("response_format has no schema", hint=hint, param=param)
     _refuse_unknown(named, ("name", "description", "schema", "strict"), param)
     if named.get("strict") is True:
-        return [Structure("json_schema", named["schema"], param)], ()
+        return [Structure("json_schema", named["schema"], param)], ENFORCED
     return _schema(named["schema"], param)
 
 
-def _schema(schema: Mapping[str, Any], param: str) -> tuple[list[Structure], tuple[str, ...]]:
+def _schema(schema: Mapping[str, Any], param: str) -> tuple[list[Structure], Unenforced]:
     shorter, dropped = relaxed(schema)
-    return [Structure("json_schema", shorter, param)], tuple(f"{param}/{place}" for place in dropped)
+    places = tuple(f"{param}/{place}" for place in dropped)
+    unenforced = Unenforced(places, answer=schema, param=param) if places else ENFORCED
+    return [Structure("json_schema", shorter, param)], unenforced
 
 
 def _refuse_unknown(value: Mapping[str, Any], known: Mapping[str, Any] | tuple[str, ...], param: str) -> None:

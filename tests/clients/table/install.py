@@ -5,12 +5,13 @@ cd tests && python -m clients.table.install [NAME ...]
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 import venv
 from pathlib import Path
 
-from clients.table.catalog import CLIENTS, LM_EVAL, Client
+from clients.table.catalog import CLIENTS, VLLM_BENCH, Client
 
 ROOT = Path(__file__).resolve().parents[3] / ".venv-clients"
 
@@ -29,7 +30,10 @@ def install(client: Client) -> None:
         if not (folder / "bin" / "python").exists():
             venv.create(folder, with_pip=True)
         pip = [folder / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "install"]
-        subprocess.run([*pip, "--quiet", "--no-compile", *client.packages], check=True)
+        if client is VLLM_BENCH:
+            _install_vllm(folder)
+        else:
+            subprocess.run([*pip, "--quiet", "--no-compile", *client.packages], check=True)
     else:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "package.json").write_text('{"name": "client", "private": true, "type": "module"}\n')
@@ -39,10 +43,21 @@ def install(client: Client) -> None:
     (folder / "installed").touch()
 
 
+def _install_vllm(folder: Path) -> None:
+    """As the benchmarks do it for theirs."""
+    spec = importlib.util.spec_from_file_location("peers", ROOT.parent / "bench" / "peers" / "install.py")
+    assert spec is not None and spec.loader is not None
+    peers = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(peers)
+    peers.PEERS_PYTHON = folder / "bin" / "python"
+    peers.pip(peers.TORCH)
+    peers.install_vllm()
+
+
 def main() -> int:
-    wanted = sys.argv[1:] or [client.name for client in (*CLIENTS, LM_EVAL)]
+    wanted = sys.argv[1:] or [client.name for client in CLIENTS]
     failed = []
-    for client in (*CLIENTS, LM_EVAL):
+    for client in CLIENTS:
         if client.name in wanted and not is_installed(client):
             print(f"installing {client.name}", flush=True)
             try:

@@ -26,13 +26,33 @@ page is written by the last command.
 | client | version | talks to | colocated | split |
 |---|---|---|---|---|
 """
+REFUSALS = {
+    (404, "model_not_found"): 'a model that the server does not have: the step "error" of every client.',
+    (400, "invalid_request"): "`max_tokens: 0` to Messages, also an error step: there is nothing to answer.",
+}
+"""Of recorded requests, by status and code. vLLM refuses the same."""
 _TAIL = """
-Kept refusals and conditions:
+Recorded requests that are refused, by status and code (`tests/clients/test_recorded.py` fails on any other):
 
-- Vercel's AI SDK refers to earlier items of `/v1/responses` by id. A server stores no responses unless it is started
-  with `--response-store-mb`; without it, a second turn needs `providerOptions: {openai: {store: false}}`, as above.
-- lm-eval's scores over `echo` and `logprobs` are compared with those of its transformers backend by
-  `tests/clients/test_lm_eval.py`: multiple choice is equal, the rolling perplexity is not yet.
+{refusals}
+Refused whoever asks, by name and with a reason ([http.md](http.md)):
+
+- Images, audio and files in a message: the models are text models.
+- `background`, `conversation` and `prompt` of Responses: nothing runs or is kept without its client.
+- A continued `thread` of Messages, with the code that makes Anthropic's clients send the whole conversation.
+- A schema with parts that no grammar can promise, where it is a promise (`strict: true`, a required call). Elsewhere
+  the parts are checked after the answer.
+- Fields that nobody sends by itself and that the server does not know: a typing error should not pass silently.
+
+Conditions:
+
+- Vercel's AI SDK refers to earlier items of `/v1/responses` by id. A gateway knows the items of the last hour; with
+  `--response-store-mb 0`, a second turn needs `providerOptions: {{openai: {{store: false}}}}`.
+- lm-eval's scores equal those of its transformers backend (`tests/clients/test_lm_eval.py`). It takes the tokenizer of
+  this server by itself, and then the end token as the first one of a rolling perplexity where the model's first token
+  has the id 0; for such models, as the bundled one, give it `tokenizer_backend=huggingface`.
+- A grammar keeps the order of a schema's properties: a model whose arguments come in another order is led to this one.
+- Load generators count tokens with a tokenizer of their own; the scripted server's tokens are bytes.
 """
 
 
@@ -54,7 +74,8 @@ def page(seen: dict[str, Any]) -> str:
         version = next((mode["version"] for mode in modes.values()), "")
         cells = [_cell(modes.get(mode)) for mode in ("colocated", "split")]
         rows.append(f"| {client.name} | {version} | {client.surface} | {' | '.join(cells)} |\n")
-    return _HEAD + "".join(rows) + _TAIL
+    refusals = "".join(f"- {status} `{code}`: {why}\n" for (status, code), why in REFUSALS.items())
+    return _HEAD + "".join(rows) + _TAIL.format(refusals=refusals)
 
 
 def _cell(mode: dict[str, Any] | None) -> str:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.serving import DEADLINE_S, GatedEngine, ScriptedEngine
+from tripool.gateway.responses.recent import RecentItems
 from tripool.gateway.responses.store import PreviousUnknown, ResponseStore, Stored
 from tripool.gateway.responses.truncate import fitting, turns
 
@@ -51,8 +52,10 @@ def test_a_conversation_by_the_id_of_its_last_response(serve):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_next_request_may_follow_at_once_and_refer_to_items(serve, stream):
-    with serve(engine=ScriptedEngine("<think>\nhm\n</think>\nYes."), response_store_bytes=STORE) as served:
+@pytest.mark.parametrize("store_bytes", [STORE, None])
+def test_the_next_request_may_follow_at_once_and_refer_to_items(serve, stream, store_bytes):
+    """Also without a store: an answer's own items are kept for a while."""
+    with serve(engine=ScriptedEngine("<think>\nhm\n</think>\nYes."), response_store_bytes=store_bytes) as served:
         create = served.openai.responses.create
         if stream:
             output = list(create(model="fake", input="One?", stream=True))[-1].response.output
@@ -70,6 +73,15 @@ def test_what_is_not_to_be_stored_is_not(serve):
     with serve(engine=ScriptedEngine("Yes."), response_store_bytes=STORE) as served:
         answer = served.openai.responses.create(model="fake", input="One?", store=False)
         assert served.http.get(f"/v1/responses/{answer.id}").status_code == 404
+
+
+@pytest.mark.parametrize(("store_bytes", "store"), [(None, False), (0, True), (STORE, False)])
+def test_items_that_are_not_kept(serve, store_bytes, store):
+    """Those of a request that is not to be stored, and all where the operator wants none."""
+    with serve(engine=ScriptedEngine("Yes."), response_store_bytes=store_bytes) as served:
+        (item,) = served.openai.responses.create(model="fake", input="One?", store=store).output
+        with pytest.raises(openai.BadRequestError, match="there is no item"):
+            served.openai.responses.create(model="fake", input=[{"type": "item_reference", "id": item.id}])
 
 
 def test_a_server_without_a_store_says_so(server):
@@ -179,6 +191,42 @@ def test_any_order_of_events_keeps_the_bounds(events):
             store.keep(tenant, f"r{name}", stored(size, f"i{name}", previous=f"r{other}" if other != name else None))
         store.used(tenant, f"r{other}")
         store.check_invariants()
+
+
+# ---- recent items ---------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_items_end_after_their_time_and_are_their_tenants():
+    clock = Clock()
+    recent = RecentItems(clock, max_bytes=10_000, max_age_s=10)
+    recent.keep("alice", [("m", b'{"id":"m"}')])
+    assert recent.find("alice", "m") == {"id": "m"} and recent.find("bob", "m") is None
+    clock.now_s = 10.5
+    assert recent.find("alice", "m") is None
+    recent.keep("bob", [("n", b"{}"), ("huge", b" " * 10_000)])
+    assert recent.find("bob", "n") == {} and recent.find("bob", "huge") is None
+    recent.check_invariants()
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 2000), st.integers(0, 5))))
+def test_recent_items_keep_their_bounds(events):
+    """The newest item is always found, and a tenant with less than a share loses nothing to others."""
+    clock = Clock()
+    recent = RecentItems(clock, max_bytes=8192, max_age_s=10)
+    for number, (tenant, size, passed_s) in enumerate([("quiet", 1, 0), *events]):
+        clock.now_s += passed_s
+        recent.keep(tenant, [(f"i{number}", b'"' + b"x" * size + b'"')])
+        recent.check_invariants()
+        assert recent.find(tenant, f"i{number}") == "x" * size
+        assert (recent.find("quiet", "i0") is not None) == (clock.now_s <= 10)
 
 
 # ---- truncation -----------------------------------------------------------------------------------------------------

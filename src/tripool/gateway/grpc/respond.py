@@ -56,7 +56,8 @@ class GrpcFormatter:
             },
             timing={f"{name}_ms": ms for name, ms in facts["timing"].items()},
             request_id=self._job.request_id,
-            unenforced=self._job.unenforced,
+            unenforced=self._job.unenforced.places,
+            checked_json=encode(facts["checked"]).decode() if self._job.unenforced else "",
         )
         return _framed(reply)
 

@@ -38,6 +38,7 @@ _CALLS_OF_ONE = 128
 _HANDSHAKE_MS, _IDLE_MS, _KEEPALIVE_MS = 10_000, 60_000, 60_000
 _LARGER_BYTES = 2**16
 """A message that is too large by less is refused by the application, which says how large it may be."""
+_LOOKAHEAD_BYTES = 2**16
 _REFLECT_S = 30.0
 
 
@@ -53,6 +54,9 @@ class GrpcServer:
     async def start(self) -> None:
         options = (
             ("grpc.max_receive_message_length", self._max_bytes + _LARGER_BYTES),
+            # What a call may send before its message is read (see `Bodies`).
+            ("grpc.http2.lookahead_bytes", _LOOKAHEAD_BYTES),
+            ("grpc.http2.bdp_probe", 0),
             ("grpc.max_concurrent_streams", _CALLS_OF_ONE),
             ("grpc.max_allowed_incoming_connections", _MAX_CONNECTIONS),
             ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),

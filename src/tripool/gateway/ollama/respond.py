@@ -90,6 +90,7 @@ class OllamaFormatter:
             "prompt_eval_duration": int(timing["prefill"] * _NS_PER_MS),
             "eval_count": usage.completion_tokens,
             "eval_duration": int(timing["decode"] * _NS_PER_MS),
+            **({"tripool": facts} if "unenforced" in facts else {}),
         }
 
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from tripool.gateway.job import Job
 from tripool.gateway.respond import Formatter, encode
+from tripool.gateway.responses.output import OutputItem
 from tripool.gateway.responses.parse import Shown
 from tripool.gateway.responses.respond import ResponsesFormatter
 from tripool.gateway.responses.store import ResponseStore, Stored, with_ids
@@ -21,11 +22,13 @@ def response_formatter(
     previous = shown.fields["previous_response_id"]
     store.used(tenant, previous)
 
-    def keep(response: bytes, item_ids: Sequence[str]) -> None:
+    def keep(response: bytes, output: Sequence[OutputItem]) -> None:
         store.ended(tenant, job.id)
         if shown.stores and store.is_on:
             items = encode(with_ids(shown.items, job.key))
-            store.keep(tenant, job.id, Stored(response, items, tuple(item_ids), previous))
+            store.keep(tenant, job.id, Stored(response, items, tuple(item.id for item in output), previous))
+        elif shown.stores and store.recent is not None:
+            store.recent.keep(tenant, ((item.id, b"".join(item.pieces("completed"))) for item in output))
 
     stored = shown.stores and store.is_on
     return ResponsesFormatter(job, shown, tokenizer, model=model, created_s=created_s, stored=stored, keep=keep)

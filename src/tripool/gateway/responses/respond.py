@@ -37,8 +37,8 @@ from tripool.gateway.responses.parse import Shown
 from tripool.gateway.tool_parser import CallBegins, Content, Piece, Thought
 from tripool.text import Tokenizer
 
-Keep = Callable[[bytes, Sequence[str]], object]
-"""Gets a finished response as JSON, and the ids of its items, before its client has all of it."""
+Keep = Callable[[bytes, Sequence[OutputItem]], object]
+"""Gets a finished response as JSON, and its items, before its client has all of it."""
 
 
 class ResponsesFormatter:
@@ -78,7 +78,7 @@ class ResponsesFormatter:
         for piece in self._final(answers[0], facts):
             parts.append(piece)
             yield piece
-        self._keep(b"".join(parts), [item.id for item in self._items])
+        self._keep(b"".join(parts), self._items)
 
     def _add(self, piece: Piece) -> OutputItem:
         """To the item that it belongs to, which may be a new one."""
@@ -135,7 +135,7 @@ class ResponsesFormatter:
         last, kind = self._outcome(answers[0])
         events = self._ended(self._open, last) if self._open is not None else b""
         response = b"".join(self._final(answers[0], facts))
-        self._keep(response, [item.id for item in self._items])
+        self._keep(response, self._items)
         return events + self._event(f"response.{kind}", b'"response":' + response)
 
     def error(self, error: TripoolError) -> bytes:

@@ -1,5 +1,5 @@
 """The store of responses: what `previous_response_id`, `item_reference` and the routes by id read. In memory, bounded
-in bytes, and off unless the operator gives it some.
+in bytes, and off unless the operator gives it some; without it, `item_reference` reads `recent.py`.
 
 Tenants see their own responses alone. When there are too many bytes, the tenant with most loses the response that was
 used least recently. A response is kept with the input of its request and the id of the response before it; a
@@ -9,7 +9,7 @@ conversation is read by following these, and using it makes all its responses re
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,6 +18,7 @@ import msgspec
 
 from tripool.errors import InvalidRequest, TripoolError
 from tripool.gateway.responses.items import Item, wrong
+from tripool.gateway.responses.recent import RecentItems
 
 _MAX_CHAIN = 10_000
 """Responses of one conversation: a bound on the time that reading one takes."""
@@ -75,8 +76,8 @@ class ResponseStore:
     """`max_bytes` of 0: nothing is stored; open responses are known all the same. For one event loop, but read from
     other threads: each read is one look into a dictionary."""
 
-    def __init__(self, max_bytes: int = 0) -> None:
-        self._max_bytes = max_bytes
+    def __init__(self, max_bytes: int = 0, recent: RecentItems | None = None) -> None:
+        self._max_bytes, self.recent = max_bytes, recent
         self._stored: dict[str, OrderedDict[str, Stored]] = {}
         """By tenant and id, the one that was used least recently first."""
         self._num_bytes: Counter[str] = Counter()
@@ -157,21 +158,23 @@ class ResponseStore:
             response_id = of_tenant[response_id].previous
 
     def history(self, tenant: str) -> History:
-        return _TenantHistory(tenant, self.find, lambda item_id: self._by_item.get((tenant, item_id)), self.is_on)
+        return _TenantHistory(self, tenant)
+
+    def item(self, tenant: str, item_id: str) -> Item | None:
+        """An output item of a stored response, or a recent one."""
+        response_id = self._by_item.get((tenant, item_id))
+        stored = None if response_id is None else self.find(tenant, response_id)
+        found = () if stored is None else _output(stored)
+        recent = None if self.recent is None else self.recent.find(tenant, item_id)
+        return next((one for one in found if one.get("id") == item_id), recent)
 
 
 class _TenantHistory:
-    def __init__(
-        self,
-        tenant: str,
-        find: Callable[[str, str], Stored | None],
-        response_of: Callable[[str], str | None],
-        is_on: bool,
-    ) -> None:
-        self._tenant, self._find, self._response_of = tenant, find, response_of
+    def __init__(self, store: ResponseStore, tenant: str) -> None:
+        self._store, self._tenant = store, tenant
         self._hint = (
             "it was deleted, or dropped in favour of newer ones: send the whole conversation as 'input'"
-            if is_on
+            if store.is_on
             else "this server stores no responses: send the whole conversation as 'input', with \"store\": false, or "
             "start it with --response-store-mb"
         )
@@ -180,7 +183,7 @@ class _TenantHistory:
         parts: list[list[Item]] = []
         wanted: str | None = response_id
         while wanted is not None:
-            stored = self._find(self._tenant, wanted) if len(parts) < 2 * _MAX_CHAIN else None
+            stored = self._store.find(self._tenant, wanted) if len(parts) < 2 * _MAX_CHAIN else None
             if stored is None:
                 message = f"there is no response '{wanted[:100]}'"
                 raise PreviousUnknown(message, hint=self._hint, param="previous_response_id")
@@ -189,9 +192,7 @@ class _TenantHistory:
         return [item for part in reversed(parts) for item in part]
 
     def item(self, item_id: str) -> Item:
-        response_id = self._response_of(item_id)
-        stored = None if response_id is None else self._find(self._tenant, response_id)
-        found = None if stored is None else next((one for one in _output(stored) if one.get("id") == item_id), None)
+        found = self._store.item(self._tenant, item_id)
         if found is None:
             raise wrong(f"there is no item '{item_id[:100]}'", hint=self._hint)
         return found

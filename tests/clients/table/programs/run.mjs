@@ -8,7 +8,8 @@ export const folder = () => mkdtempSync(join(tmpdir(), "client-"));
 export const program = (name) => join(process.cwd(), "node_modules", ".bin", name);
 
 export function run(name, words, { cwd, env = {}, seconds = 150 }) {
-  const home = { HOME: cwd, XDG_CONFIG_HOME: join(cwd, ".config"), XDG_DATA_HOME: join(cwd, ".data") };
+  // PWD too: some take it for the folder that they work in.
+  const home = { HOME: cwd, PWD: cwd, XDG_CONFIG_HOME: join(cwd, ".config"), XDG_DATA_HOME: join(cwd, ".data") };
   const options = { cwd, env: { ...process.env, ...home, ...env }, timeout: seconds * 1000, killSignal: "SIGKILL", maxBuffer: 1 << 26 };
   return new Promise((resolve) => {
     const child = execFile(program(name), words, options, (error, stdout, stderr) =>

@@ -22,7 +22,8 @@ await step("quick start", async () => {
 
 await step("tools", async () => {
   const cwd = home(), file = join(cwd, "made.txt");
-  script({ "Make a file": call("write", { filePath: file, content: "made\n" }), "successfully": "Done." });
+  // In the order of its schema, which a grammar keeps.
+  script({ "Make a file": call("write", { content: "made\n", filePath: file }), "successfully": "Done." });
   const said = await ask(cwd, "Make a file");
   assert.equal(readFileSync(file, "utf8"), "made\n", said.all);
 });
