@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tripool.planner.cost import DecodeModel, PrefillModel, Setup, StepCost, footprint
 from tripool.planner.cost.exchange import decode_exchange, nodes_touched, reduce_s
-from tripool.planner.cost.layer import grouped_gemm_s
+from tripool.planner.cost.layer import LayerModel, grouped_gemm_s
 from tripool.planner.cost.setup import named_routing, place_experts
 from tripool.planner.cost.skew import hottest
 from tripool.planner.hardware import hardware_names, named_hardware
@@ -330,3 +330,17 @@ def test_a_chip_that_is_better_in_every_number_is_never_slower(precision: str) -
         assert all(strong.step(size, 4096).seconds <= weak.step(size, 4096).seconds for size in (1, 16, 128))
         strong, weak = (PrefillModel(named_hardware(name), R1, setup) for name in ("h100", "h800"))
         assert all(strong.step_s(size, 4096) <= weak.step_s(size, 4096) for size in (512, 16384))
+
+
+def test_a_layers_fixed_cost_counts_what_the_model_has() -> None:
+    """Latent attention, 8-bit experts and a shared one are what descriptions have."""
+    chip = named_hardware("b200")
+
+    def fixed_us(model: str, precision: str = "fp8") -> float:
+        return LayerModel(chip, named_model(model), Setup(ep=8, precision=precision), named_routing()).fixed_s * 1e6
+
+    assert fixed_us("deepseek-r1") == pytest.approx(106)
+    assert fixed_us("deepseek-r1", "fp4") == pytest.approx(106 - 15)
+    assert fixed_us("deepseek-v3.2") == pytest.approx(106 + 70)
+    assert fixed_us("glm-4.5") == pytest.approx(106 - 55 + 6 * 3)
+    assert fixed_us("qwen3-235b-a22b") == pytest.approx(106 - 55 + 6 * 3 - 3 * 3)

@@ -120,6 +120,16 @@ def test_more_hits_carry_more_where_they_once_did_not() -> None:
     assert rates == sorted(rates)
 
 
+@pytest.mark.parametrize(
+    ("hardware", "seed", "relation"),
+    [("mi300x", 1, "more hits"), ("gb200-nvl72", 7, "a looser TTFT"), ("h20", 3, "more hits")],
+)
+def test_draws_that_once_carried_less(hardware: str, seed: int, relation: str) -> None:
+    """The best prefill batch, or the best share of hits to read, lay between those that were tried."""
+    ask = drawn(Random(f"{hardware} {seed}"), hardware)
+    assert best_rate(BETTER[relation](ask)) >= best_rate(ask) * (1 - SAME)
+
+
 def test_hits_that_are_read_more_slowly_than_computed_are_not_read() -> None:
     chip = named_hardware("ascend-910c")
     slow = replace(chip, cache_bytes_per_s=dict.fromkeys(chip.cache_bytes_per_s, 1e7))

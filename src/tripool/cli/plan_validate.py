@@ -18,6 +18,7 @@ from tripool.planner.report import unseen_data, validation_data
 from tripool.planner.rows import Compared, Verdict, bundled_rows, compare_rows, parse_rows, unseen, verdicts
 from tripool.planner.rows.calibrating import LeftOut, leave_family_out
 from tripool.planner.rows.judging import (
+    HELD_OUT,
     MEDIAN_LEFT_OUT,
     MEDIAN_UNSEEN,
     PLAIN_MODEL,
@@ -38,18 +39,21 @@ def validate(model: ModelShape, rows: Path | None, as_json: bool, out: Console) 
     compared = compare_rows(table, model)
     found = verdicts(compared)
     left_out = leave_family_out(table, model) if rows is None and model.name == PLAIN_MODEL else []
-    later = compare_rows(bundled_rows(UNSEEN), model) if rows is None else []
+    later, held_out = (compare_rows(bundled_rows(name), model) if rows is None else [] for name in (UNSEEN, HELD_OUT))
     holds = all(each.ok for each in found) and (not left_out or median_left_out(left_out) <= MEDIAN_LEFT_OUT)
     if as_json:
         typer.echo(
             json.dumps(
-                validation_data(compared, found, left_out) | {"unseen": unseen_data(later), "ok": holds}, indent=1
+                validation_data(compared, found, left_out)
+                | {"unseen": unseen_data(later), "held_out": unseen_data(held_out), "ok": holds},
+                indent=1,
             )
         )
     else:
-        _show_rows([*compared, *later], out)
+        _show_rows([*compared, *later, *held_out], out)
         _show(found, left_out, out)
-        _show_unseen(unseen(later or compared), out)
+        _show_unseen("rows that fixed no constant", unseen(later or compared), out)
+        _show_unseen("rows found after those", unseen(held_out), out)
     return holds
 
 
@@ -94,12 +98,12 @@ def _show_left_out(left_out: Sequence[LeftOut], out: Console) -> None:
     out.print(f"median of all: {middle:.1%} (bar {MEDIAN_LEFT_OUT:.0%}) {mark}", markup=True)
 
 
-def _show_unseen(found: Unseen | None, out: Console) -> None:
+def _show_unseen(name: str, found: Unseen | None, out: Console) -> None:
     if found is None:
         return
     mark = "[green]ok[/]" if found.ok else "[yellow]not met[/]"
     out.print(
-        f"{found.rows} rows that fixed no constant: median {found.median:.1%} (bar {MEDIAN_UNSEEN:.0%}), "
+        f"{found.rows} {name}: median {found.median:.1%} (bar {MEDIAN_UNSEEN:.0%}), "
         f"{found.share:.0%} within {WITHIN_UNSEEN:.0%} (bar {SHARE_UNSEEN:.0%}) {mark}",
         markup=True,
     )

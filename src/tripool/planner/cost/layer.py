@@ -22,6 +22,8 @@ _LINEAR_KERNELS = 8
 """Two norms, three GEMMs, convolution, gates, state."""
 _INDEX_KERNELS = 9
 """Three GEMMs, norm, rotary, transform, quantisation, scores, choice."""
+_SHARED_KERNELS = 3
+"""Of a shared expert: two GEMMs and the activation."""
 
 
 def gemm_s(hardware: Hardware, params: float, rows: float, precision: str) -> float:
@@ -97,7 +99,8 @@ class LayerModel:
     @cached_property
     def fixed_s(self) -> float:
         """Of a layer with experts beside its operators' bytes and operations. Descriptions have it for latent
-        attention; other attention is fewer kernels, and the indexer of sparse attention more.
+        attention, 8-bit experts and a shared one; other attention is fewer kernels, and the indexer of sparse
+        attention more.
         """
         hardware, model = self.hardware, self.model
         kernel_s = hardware.dense_layer_s / _DENSE_KERNELS
@@ -106,7 +109,13 @@ class LayerModel:
             linear = model.linear_layers / model.layers
             kernels = (1.0 - linear) * _ATTENTION_KERNELS + linear * _LINEAR_KERNELS
             fixed_s += kernels * kernel_s - hardware.latent_s
-        return fixed_s + (_INDEX_KERNELS * kernel_s if model.attention.index_topk else 0.0)
+        if hardware.latent_s and not model.shared_params:
+            fixed_s -= _SHARED_KERNELS * kernel_s
+        if self.setup.precision == "fp4" and hardware.experts_fp4_s:
+            fixed_s += hardware.experts_fp4_s - hardware.experts_s
+        if model.attention.index_topk:
+            fixed_s += hardware.index_s or _INDEX_KERNELS * kernel_s
+        return fixed_s
 
     def passes_s(self, tokens: float) -> float:
         """Operators that only read and write activations."""

@@ -125,6 +125,12 @@ class Hardware:
     """Of a decode step before which several ranks with requests of their own agree on it."""
     latent_s: float = 0.0
     """Part of `layer_s` that latent attention takes; 0: not known apart, other attention takes as long."""
+    index_s: float = 0.0
+    """What the indexer of sparse attention adds to a layer; 0: not known, counted by its kernels."""
+    experts_s: float = 0.0
+    """Part of `layer_s` that 8-bit experts take beside their weights."""
+    experts_fp4_s: float = 0.0
+    """The same of 4-bit experts, which one kernel computes; 0: not known, as the others."""
     host_s: float = 0.0
     """Least time of a prefill layer: the host launches its kernels one by one, while decode steps are graphs."""
     draft_s: float = 0.0
@@ -189,6 +195,9 @@ def parse_hardware(text: str, origin: str) -> Hardware:
         step_s=number("overheads", "step_us") * 1e-6, agree_s=number("overheads", "agree_us", default=0.0) * 1e-6,
         latent_s=number("overheads", "latent_us", default=0.0) * 1e-6,
         host_s=number("overheads", "host_us", default=0.0) * 1e-6,
+        index_s=number("overheads", "index_us", default=0.0) * 1e-6,
+        experts_s=number("overheads", "experts_us", default=0.0) * 1e-6,
+        experts_fp4_s=number("overheads", "experts_fp4_us", default=0.0) * 1e-6,
         prefill_stack=number("overheads", "prefill_stack", least=0.1),
         buffers_bytes=number("overheads", "buffers_gb") * 1e9 / ranks,
         exchange=_exchange(facts),

@@ -110,6 +110,7 @@ def served_by(row: Row, hardware: Hardware, software: Software | None = None) ->
 def _with(hardware: Hardware, constants: Mapping[str, float], *, drafting: bool) -> Hardware:
     return replace(
         hardware, prefill_stack=constants.get("prefill_stack", hardware.prefill_stack),
+        host_s=constants["host_us"] * 1e-6 if "host_us" in constants else hardware.host_s,
         agree_s=constants["agree_us"] * 1e-6 if "agree_us" in constants else hardware.agree_s,
         draft_s=constants["draft_us"] * 1e-6 if drafting and "draft_us" in constants else hardware.draft_s,
     )  # fmt: skip
@@ -210,11 +211,15 @@ def _predict(row: Row, hardware: Hardware, model: ModelShape, microbatches: int,
 
 
 def _prompts_s(row: Row, decode: DecodeModel, per_rank: float) -> float:
-    """What an answer's token waits for prompts that the same ranks compute: each of the batch brings one."""
+    """What an answer's token waits for prompts that the same ranks compute: each of the batch brings one. Those that
+    come during one step are computed together.
+    """
     assert row.prompt and row.answer
     plain = replace(decode.setup, drafts=0, accept=0.0, microbatches=1)
     prefill = PrefillModel(decode.hardware, decode.model, plain, decode.routing)
-    return per_rank * plain.ep / row.answer * prefill.step(row.prompt / plain.ep, row.prompt).seconds
+    prompts = per_rank * plain.ep / row.answer
+    together = max(1.0, prompts)
+    return prompts / together * prefill.step(together * row.prompt / plain.ep, row.prompt).seconds
 
 
 def _no_room(hardware: Hardware, model: ModelShape, setup: Setup, per_rank: float, row: Row) -> str:

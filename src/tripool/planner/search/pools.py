@@ -16,12 +16,12 @@ _PREFILL_RANKS = 64
 _PREFILL_TOKENS = 16384
 """New tokens per rank of the largest batch."""
 _FINE, _COARSE = 8, 4
-"""Prefill sizes per doubling; of those below the largest that meets the TTFT, every fourth is tried."""
+"""Prefill sizes per doubling; every fourth is tried first."""
 _WAIT_BATCHES = 0.5
 """At full load a prompt finds a batch half done, then runs in one."""
 POOL_WAIT_S = 0.25
 """Longest wait for the link to the cache pool, as that of `tripool.cache.client.PoolClient`."""
-_GOLDEN, _ROUNDS = (sqrt(5) - 1) / 2, 12
+_GOLDEN, _ROUNDS, _LITTLE = (sqrt(5) - 1) / 2, 16, 1e-3
 
 
 def decode_models(goal: PlanGoal) -> Iterator[tuple[DecodeModel, int]]:
@@ -82,7 +82,8 @@ class Batches:
             return plain
         found = self._read(size, most)
         best = min(((found, most), plain), key=lambda pair: pair[0].seconds)
-        if self._read(size, most * 15 / 16).seconds < found.seconds:
+        # Reading a little less costs nothing where the host's launches take longer than computing.
+        if self._read(size, most * (1.0 - _LITTLE)).seconds < found.seconds:
             share = most * _lowest(lambda part: self._read(size, most * part).seconds)
             best = min((best, (self._read(size, share), share)), key=lambda pair: pair[0].seconds)
         return best
@@ -150,12 +151,17 @@ def _prefill_pool(goal: PlanGoal, batches: Batches, sizes: list[float]) -> Prefi
         return (1.0 + _WAIT_BATCHES) * batches.seconds(sizes[count - 1]) <= goal.ttft_s
 
     count = _largest(len(sizes), meets)
-    tried = sorted({*range(0, count, _COARSE), count - 1}) if count else []
-    rates = {index: sizes[index] / batches.seconds(sizes[index]) for index in tried}
-    if not rates:
+    if not count:
         return None
-    stopped_by = "ttft" if count < len(sizes) else "memory"
-    return batches.pool(sizes[max(rates, key=lambda index: rates[index])], stopped_by=stopped_by)
+
+    def rate(index: int) -> float:
+        return sizes[index] / batches.seconds(sizes[index])
+
+    # Larger batches read a smaller share of their hits, so the best may lie anywhere: around the best of every fourth,
+    # all are tried. Otherwise a looser objective could hide the one that a tighter one had found.
+    best = max({*range(0, count, _COARSE), count - 1}, key=rate)
+    best = max(range(max(0, best - _COARSE + 1), min(count, best + _COARSE)), key=rate)
+    return batches.pool(sizes[best], stopped_by="ttft" if count < len(sizes) else "memory")
 
 
 def shared_cells(goal: PlanGoal) -> Iterator[Cell]:
