@@ -255,6 +255,8 @@ class Slo:
     """Weight of the tenant's share while tenants compete."""
     job: str = ""
     """Id of the HTTP request that this prompt is part of: its prompts share one slice of the tenant's share."""
+    background: bool = False
+    """It runs only while no other request has work, and is preempted first (`engine/background.py`)."""
 
     def __post_init__(self) -> None:
         for name, value in (("tpot_ms", self.tpot_ms), ("ttft_ms", self.ttft_ms)):
