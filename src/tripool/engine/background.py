@@ -94,7 +94,7 @@ class Background:
 def first_victims(slo_is_background: bool, holders: Iterable[Seq]) -> tuple[list[Seq], list[Seq]]:
     """Background sequences that make room before any other rule applies, youngest first, and those for whom the other
     rules apply. A background sequence takes nothing from others."""
-    own, others = [], []
+    own, others = list[Seq](), list[Seq]()
     for seq in holders:
         (own if seq.is_background else others).append(seq)
     if slo_is_background:
