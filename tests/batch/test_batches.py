@@ -11,9 +11,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from gateway.serving import GatedEngine, WatchedEngine, running_server
 from openai import OpenAI
 from openai.types import Batch
+
+from gateway.serving import GatedEngine, WatchedEngine, running_server
 from tenants.serving import bearer, guarded_server, make_keys
 
 DEADLINE_S = 60.0
@@ -150,9 +151,12 @@ def test_without_a_folder_there_are_no_batches() -> None:
 def test_a_second_server_may_not_use_the_same_folder(tmp_path: Path) -> None:
     from tripool.batch.types import StoreFailed
 
-    with running_server(batch_dir=str(tmp_path)), pytest.raises(StoreFailed, match="another server"):
-        with running_server(batch_dir=str(tmp_path)):
-            pass
+    with (
+        running_server(batch_dir=str(tmp_path)),
+        pytest.raises(StoreFailed, match="another server"),
+        running_server(batch_dir=str(tmp_path)),
+    ):
+        pass
 
 
 def test_a_cancelled_batch_keeps_what_it_has(tmp_path: Path) -> None:
@@ -220,7 +224,7 @@ def test_what_is_open_goes_on_after_a_restart(tmp_path: Path) -> None:
         text = "\n".join(line(str(number), max_tokens=2) for number in range(300))
         file = client.files.create(file=("in", text.encode()), purpose="batch")
         batch = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
-        while not 0 < (client.batches.retrieve(batch.id).request_counts or batch).completed:  # type: ignore[union-attr]
+        while not (client.batches.retrieve(batch.id).request_counts or batch).completed > 0:  # type: ignore[union-attr]
             pass
         threading.Timer(0.0, engine.in_flight.set).start()
     with running_server(batch_dir=str(tmp_path)) as server:

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+
 from split.serving import DEADLINE_S, SplitServer, split_server
 
 CHAT = "/v1/chat/completions"
