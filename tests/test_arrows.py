@@ -24,6 +24,7 @@ MAX_FUNCTION_LINES = 80
 PURE = (
     "core", "errors", "config", "messages", "sequence", "cache", "prefill", "decode", "engine.scheduler",
     "engine.fast_forward", "engine.batch_shares", "engine.time_shares", "engine.invariants", "engine.memory",
+    "engine.background", "batch.types",
     "text", "grammar", "router", "simulate", "tenants", "planner", "page", "experts",
 )  # fmt: skip
 """Run without torch: the planner and the simulator stand on these, and a gateway needs text and grammars."""

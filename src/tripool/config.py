@@ -118,6 +118,8 @@ class GatewayConfig:
     """Seconds with work but without a finished step after which the server reports itself as not ready."""
     response_store_bytes: int | None = None
     """Memory for responses that clients refer to by id. None: only the answers' own items, for an hour; 0: nothing."""
+    batch_dir: str = ""
+    """Folder of clients' files and batches; empty: there are none."""
     cors_origins: tuple[str, ...] = ()
     """Origins of web pages that may use the server from a browser."""
     grpc_port: int | None = None

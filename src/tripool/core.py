@@ -229,8 +229,8 @@ def _in_range(name: str, value: float, low: float, high: float, *, above: bool =
     """`above` excludes the lower end. Rejects bools, NaN (which fails every comparison) and non-numbers."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not (low < value <= high if above else low <= value <= high):
-        bounds = f"{'above' if above else 'at least'} {low:g} and at most {high:g}"
-        raise InvalidRequest(f"{name} is {value!r}", hint=f"must be {bounds}", param=name)
+        hint = f"must be {'above' if above else 'at least'} {low:g} and at most {high:g}"
+        raise InvalidRequest(f"{name} is {value!r}", hint=hint, param=name)
 
 
 def _whole(name: str, value: int, low: int, high: int) -> None:
@@ -244,9 +244,8 @@ class Slo:
     """Latency objectives and tenant of a request. They decide when and where it runs, never which tokens it gets."""
 
     tpot_ms: float | None = None
-    """Longest mean time per output token after the first. None: best effort."""
     ttft_ms: float | None = None
-    """Longest time to the first token. None: best effort, within the queue's bounds."""
+    """Longest mean time per output token after the first, and time to the first. None: best effort."""
     priority: int = 0
     """Lower goes first among the requests of one tenant."""
     tenant: str = ""
@@ -255,6 +254,8 @@ class Slo:
     """Weight of the tenant's share while tenants compete."""
     job: str = ""
     """Id of the HTTP request that this prompt is part of: its prompts share one slice of the tenant's share."""
+    background: bool = False
+    """Runs only while no other request has work (`engine/background.py`)."""
 
     def __post_init__(self) -> None:
         for name, value in (("tpot_ms", self.tpot_ms), ("ttft_ms", self.ttft_ms)):
@@ -387,9 +388,8 @@ class Usage:
     completion_tokens: int
     cached_tokens: int = 0
     draft_tokens: int = 0
-    """Drafted by the model's MTP layer and verified."""
     accepted_draft_tokens: int = 0
-    """Accepted drafts: each saved a step."""
+    """Drafted by the model's MTP layer and verified; each accepted one saved a step."""
 
     @property
     def total_tokens(self) -> int:

@@ -92,6 +92,10 @@ class Seq:
         self._simple_from = self._draws_from if params.logprobs is None else inf
 
     @property
+    def is_background(self) -> bool:
+        return self.request.slo.background
+
+    @property
     def num_generated(self) -> int:
         return len(self.tokens) - self.prompt_len
 

@@ -227,9 +227,15 @@ class Simulation:
             self.seen["preempted"] += 1
             self.seen["preempted with an answer"] += self.shadows[victim].num_events > 0
 
+    def _first(self, seqs: set[Seq]) -> set[Seq]:
+        """Those that come before background sequences, if there are any; else all."""
+        others = any(not shadow.request.slo.background for shadow in self._live())
+        return {seq for seq in seqs if not seq.is_background} if others else seqs
+
     def _check_exchanges(self, before: set[Seq]) -> None:
         """Whatever is shared how: the oldest holder goes on, and no older one makes room for its own group."""
-        assert not before or min(before, key=lambda s: s.order) not in self.preempted, "the oldest was preempted"
+        first = self._first(before)
+        assert not first or min(first, key=lambda s: s.order) not in self.preempted, "the oldest was preempted"
         groups = {seq.request.slo.group for seq in self.preempted}
         for group in groups:
             victims = [seq.order for seq in self.preempted if seq.request.slo.group == group]
@@ -275,12 +281,16 @@ class Simulation:
 
     def _check_tasks(self, before: set[Seq], tasks: list[Task]) -> None:
         assert tasks or not self.scheduler.busy, "a busy scheduler found nothing to do"
+        first = self._first(before)
         if (
-            before
+            first
             and not (self.promised and self.scheduler.slo_controller.active)
             and not self.scheduler.time_shares.heavy()
         ):
-            assert min(before, key=lambda s: s.order) in {task.seq for task in tasks}, "the oldest holder stood still"
+            assert min(first, key=lambda s: s.order) in {task.seq for task in tasks}, "the oldest holder stood still"
+        running = {task.seq for task in tasks}
+        assert self._first(running) == running, "a background sequence ran beside another"
+        self.seen["paused"] += len(before) > len(first)
         assert sum(task.num_rows for task in tasks) <= self.config.step_tokens, "more rows than a step has"
         assert len({task.seq for task in tasks}) == len(tasks), "a sequence has two tasks"
         assert len(list(self.scheduler.holders())) <= self.config.max_running, "more sequences than slots"

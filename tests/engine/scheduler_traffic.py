@@ -64,7 +64,8 @@ def random_owner(random: Random, number: int) -> Slo:
     """Whose request it is: few tenants, and often another prompt of a request that is there."""
     tenant = random.choice(("", "", "t", "u"))
     weight = {"t": 1.0, "u": 3.0}.get(tenant, 1.0)
-    return Slo(tenant=tenant, weight=weight, job=f"j{number - random.choice((0, 0, 0, 1, 2))}")
+    job = f"j{number - random.choice((0, 0, 0, 1, 2))}"
+    return Slo(tenant=tenant, weight=weight, job=job, background=Random(job).random() < 0.4)
 
 
 def explore(seed: int, num_events: int = 60, *, shared: bool = False) -> Simulation:

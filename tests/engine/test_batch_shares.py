@@ -122,7 +122,7 @@ def test_random_lives_of_different_clients_lose_nothing() -> None:
     seen: Counter[str] = Counter()
     for seed in range(120):
         seen += explore(seed, shared=True).seen
-    for event in ("exchanged", "preempted with an answer", "hit", "cancelled while it ran", "accepted"):
+    for event in ("exchanged", "preempted with an answer", "hit", "cancelled while it ran", "accepted", "paused"):
         assert seen[event] >= 30, f"{event}: only {seen[event]} times"
 
 

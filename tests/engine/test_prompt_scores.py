@@ -67,7 +67,7 @@ def test_a_preempted_prompt_is_scored_once(llm):
     assert engine.step() == []
     seq = engine.scheduler.requests["p"][0]
     assert 0 < len(seq.prompt_scores) <= SCORED_TOKENS
-    engine.scheduler._preempt(seq)
+    engine.scheduler.preempt(seq)
     events = []
     while engine.busy:
         events += engine.step()

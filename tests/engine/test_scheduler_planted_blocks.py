@@ -57,7 +57,7 @@ def publish_before_computed(patch: pytest.MonkeyPatch) -> None:
         granted = grow(self, seq, stop, tasks)
         if self._config.prefix_reuse:
             size = self._config.block_tokens
-            keys = prefill_scheduler.extend_keys(seq, granted, size, self._model)
+            keys = prefill_scheduler.extend_keys(seq, granted, size, self.prefill._model)
             for i in range(granted // size):
                 self.pool.publish(seq.table[i], keys[i])
         return granted
@@ -67,13 +67,13 @@ def publish_before_computed(patch: pytest.MonkeyPatch) -> None:
 
 @bug("shows foreign KV|not the longest known prefix|published what is not computed")
 def publish_the_half_full_block(patch: pytest.MonkeyPatch) -> None:
-    publish = Scheduler._publish
+    publish = PrefillScheduler.publish
 
-    def rounded_up(self: Scheduler, seq: Seq, computed: int) -> None:
+    def rounded_up(self: PrefillScheduler, seq: Seq, computed: int) -> None:
         size = self._config.block_tokens
         publish(self, seq, min(-(-computed // size) * size, len(seq.tokens) // size * size))
 
-    patch.setattr(Scheduler, "_publish", rounded_up)
+    patch.setattr(PrefillScheduler, "publish", rounded_up)
 
 
 @bug("shows foreign KV")

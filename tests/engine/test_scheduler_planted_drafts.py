@@ -113,14 +113,14 @@ def an_unused_draft_stays(patch: pytest.MonkeyPatch) -> None:
 
 @bug("outlived its sequence's blocks")
 def a_draft_survives_a_preemption(patch: pytest.MonkeyPatch) -> None:
-    preempt = Scheduler._preempt
+    preempt = Scheduler.preempt
 
     def forgetful(self: Scheduler, seq: Seq) -> None:
         draft = seq.draft
         preempt(self, seq)
         seq.draft = draft
 
-    patch.setattr(Scheduler, "_preempt", forgetful)
+    patch.setattr(Scheduler, "preempt", forgetful)
 
 
 @bug("drafts miscounted")

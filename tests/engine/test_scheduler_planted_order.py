@@ -26,7 +26,7 @@ def preempts_the_oldest(patch: pytest.MonkeyPatch) -> None:
         while not self.pool.can_allocate(need):
             victim = min((s for s in self.holders() if s is not seq), key=lambda s: s.order)
             tasks.pop(victim.order, None)
-            self._preempt(victim)
+            self.preempt(victim)
         seq.table.extend(self.pool.allocate(max(need, 0)))
         return stop
 
@@ -42,7 +42,7 @@ def preempts_one_older_than_itself(patch: pytest.MonkeyPatch) -> None:
         while not self.pool.can_allocate(need):
             victim = max((s for s in self.holders() if s is not seq), key=lambda s: s.order)
             tasks.pop(victim.order, None)
-            self._preempt(victim)
+            self.preempt(victim)
         seq.table.extend(self.pool.allocate(max(need, 0)))
         return stop
 
@@ -62,18 +62,18 @@ def preempted_one_is_lost(patch: pytest.MonkeyPatch) -> None:
         seq.num_computed = 0
         self.num_preemptions += 1
 
-    patch.setattr(Scheduler, "_preempt", careless)
+    patch.setattr(Scheduler, "preempt", careless)
 
 
 @bug("samples when it must not|longest known prefix")
 def preempted_one_loses_its_answer(patch: pytest.MonkeyPatch) -> None:
-    preempt = Scheduler._preempt
+    preempt = Scheduler.preempt
 
     def from_scratch(self: Scheduler, seq: Seq) -> None:
         preempt(self, seq)
         del seq.tokens[seq.prompt_len :]
 
-    patch.setattr(Scheduler, "_preempt", from_scratch)
+    patch.setattr(Scheduler, "preempt", from_scratch)
 
 
 @bug("not the sequence's tokens")
@@ -203,13 +203,13 @@ def cancelled_result_is_counted(patch: pytest.MonkeyPatch) -> None:
 
 @bug("cached tokens miscounted")
 def cached_tokens_counted_again_after_a_preemption(patch: pytest.MonkeyPatch) -> None:
-    preempt = Scheduler._preempt
+    preempt = Scheduler.preempt
 
     def recount(self: Scheduler, seq: Seq) -> None:
         preempt(self, seq)
         seq.num_cached = None
 
-    patch.setattr(Scheduler, "_preempt", recount)
+    patch.setattr(Scheduler, "preempt", recount)
 
 
 @pytest.mark.parametrize("name", bug.plants)
@@ -244,7 +244,7 @@ def test_a_preemption_in_vain_is_caught(monkeypatch: pytest.MonkeyPatch) -> None
             if youngest is seq:
                 return seq.num_computed
             tasks.pop(youngest.order, None)
-            self._preempt(youngest)
+            self.preempt(youngest)
         seq.table.extend(self.pool.allocate(max(need, 0)))
         return stop
 

@@ -170,6 +170,7 @@ def _register_gateway(app: typer.Typer) -> None:
         supervisor_channel: Annotated[int, typer.Option()],
         keys: Annotated[Path, typer.Option(help="The key store.")],
         response_store_bytes: Annotated[int | None, typer.Option()] = None,
+        batch_dir: Annotated[str, typer.Option()] = "",
         cors_origin: Annotated[list[str] | None, typer.Option()] = None,
         grpc_address: Annotated[str | None, typer.Option()] = None,
         log_level: LogLevel = _LOGS.level,
@@ -186,7 +187,9 @@ def _register_gateway(app: typer.Typer) -> None:
 
         with logged("gateway", LogOptions(log_level, log_format)) as log:
             channel = SupervisorChannel.inherited(supervisor_channel)
-            config = GatewayConfig(response_store_bytes=response_store_bytes, cors_origins=tuple(cors_origin or ()))
+            config = GatewayConfig(
+                response_store_bytes=response_store_bytes, cors_origins=tuple(cors_origin or ()), batch_dir=batch_dir
+            )
             access = gateway_access(folder, keys)
             process = GatewayProcess(
                 folder, WorkerId("gateway", epoch), channel, access, config, grpc_address=grpc_address

@@ -70,6 +70,9 @@ ResponseStoreMb = Annotated[
         min=0, help="Memory for responses that clients refer to by id; by default answers alone, for an hour."
     ),
 ]
+BatchDir = Annotated[
+    Path | None, typer.Option(help="Of clients' files and batches; by port in the user's state folder when not given.")
+]
 CorsOrigin = Annotated[
     list[str] | None, typer.Option(help="Origin of web pages that may use this server from a browser; repeatable.")
 ]
@@ -117,6 +120,7 @@ def register(app: typer.Typer, load: Load) -> None:
         keys: KeysFile = None,
         open: Open = False,
         response_store_mb: ResponseStoreMb = None,
+        batch_dir: BatchDir = None,
         cors_origin: CorsOrigin = None,
         grpc_port: GrpcPort = None,
         log_level: LogLevel = _LOGS.level,
@@ -128,7 +132,7 @@ def register(app: typer.Typer, load: Load) -> None:
         from tripool.serving.split import SplitConfig
 
         models = models or ["tiny"]
-        gateway = _gateway_config(host, port, response_store_mb, cors_origin or [], grpc_port)
+        gateway = _gateway_config(host, port, response_store_mb, batch_dir, cors_origin or [], grpc_port)
         access, weights = AccessConfig(keys, open), WeightCacheConfig(model_cache_gb, keep_models)
         logs = LogOptions(log_level, log_format)
         split |= (prefill, decode, cache_gb, disk_gb) != (None, None, None, None)
@@ -210,12 +214,21 @@ def _colocated_ready(server: ColocatedServer) -> None:
 
 
 def _gateway_config(
-    host: str, port: int, store_mb: float | None, origins: list[str], grpc_port: int | None
+    host: str, port: int, store_mb: float | None, batch_dir: Path | None, origins: list[str], grpc_port: int | None
 ) -> GatewayConfig:
     from tripool.gateway.cors import checked_origins
+    from tripool.tenants.key_store import default_path
 
-    store_bytes, cors = None if store_mb is None else int(store_mb * 2**20), checked_origins(origins)
-    return GatewayConfig(host=host, port=port, response_store_bytes=store_bytes, cors_origins=cors, grpc_port=grpc_port)
+    if batch_dir is None and port:  # a server on a port that nobody chose is not found again
+        batch_dir = default_path().parent / "batches" / f"port-{port}"
+    return GatewayConfig(
+        host=host,
+        port=port,
+        response_store_bytes=None if store_mb is None else int(store_mb * 2**20),
+        batch_dir="" if batch_dir is None else str(batch_dir.absolute()),
+        cors_origins=checked_origins(origins),
+        grpc_port=grpc_port,
+    )
 
 
 def _run_split(server: SplitServer, pools: SplitConfig) -> None:

@@ -15,10 +15,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
+from itertools import chain
 
 from tripool.cache import BlockPool
 from tripool.config import SchedulerConfig
 from tripool.core import Slo
+from tripool.engine.background import first_victims
 from tripool.sequence import Seq
 
 Group = tuple[str, str]
@@ -202,6 +204,10 @@ class Sharing:
     def room_for(self, slo: Slo, num_tokens: int, num_shared: int, waiting: Sequence[Seq]) -> list[Seq] | None:
         """Preemptions for a sequence that arrives computed; None: it has to wait. Of equals, waiting ones go first."""
         claim = Claim(slo, num_tokens // self._config.block_tokens + 1 - num_shared)
+        others = [seq for seq in waiting if not seq.is_background]
+        if others and slo.background:
+            return None
+        waiting = others or (waiting if slo.background else ())
         if waiting and not self._goes_first(claim, waiting):
             return None
         return self.victims(claim, claim.blocks)
@@ -218,9 +224,9 @@ class Sharing:
         excess = len(self._running()) + 1 - self._config.max_running
         if excess <= 0 and self._pool.can_allocate(need):
             return victims
-        if not self.active and claim.slo.group in self._groups:
-            return None
-        for victim in self._shares().victims(claim, self._holders()):
+        first, holders = first_victims(claim.slo.background, self._holders())
+        fair = self.active or claim.slo.group not in self._groups
+        for victim in chain(first, self._shares().victims(claim, holders) if fair else ()):
             victims.append(victim)
             if len(victims) >= excess and self._is_enough(victims, need):
                 return victims
@@ -228,10 +234,12 @@ class Sharing:
 
     def takeable(self, seq: Seq, need: int) -> list[Seq]:
         """Sequences that may be preempted for a running one that needs so many more blocks, in that order."""
-        others = [holder for holder in self._holders() if holder is not seq]
+        holders = (holder for holder in self._holders() if holder is not seq)
+        fair, others = first_victims(seq.is_background, holders)
         if not self.active:
-            return younger_in_scope(seq, others)
-        fair: list[Seq] = []
+            return fair + younger_in_scope(seq, others)
+        if fair and self._is_enough(fair, need):
+            return fair
         for victim in self._shares().victims(Claim(seq.request.slo, need, rows=0), others):
             fair.append(victim)
             if self._is_enough(fair, need):

@@ -26,6 +26,7 @@ def check_invariants(scheduler: Scheduler, config: SchedulerConfig, live: Sequen
     assert placed == sorted(seq.order for seq in live), "a sequence is lost or in two places"
     assert len(holding) - len(scheduler.detached) <= config.max_running
     scheduler.sharing.check(live)
+    scheduler.background.check(live)
     scheduler.slo_controller.check(live)
     for seq in holding:
         assert len(seq.table) * config.block_tokens >= seq.num_computed, "computed beyond its blocks"

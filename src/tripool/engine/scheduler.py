@@ -9,9 +9,8 @@ A sequence may have a draft of its next token (`propose`), which runs as a secon
 
 Between two processes a sequence moves with its blocks. The sender: `detach` takes it out of the batch with its blocks
 held, `release` frees them once they are copied. The receiver: `attach` holds blocks for it, `start` puts it into the
-batch once they are filled. Neither kind can be preempted.
-
-With a TPOT objective, `slo_controller` bounds which sequences start and how many prompt tokens a step computes.
+batch once they are filled. Neither kind can be preempted. With a TPOT objective, `slo_controller` bounds which
+sequences start and how many prompt tokens a step computes.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ from tripool.cache import BlockPool, HeldBlocks
 from tripool.config import SchedulerConfig
 from tripool.core import FinishReason, Request, TokenEvent
 from tripool.decode import DecodeScheduler, SloController, StepFacts
+from tripool.engine.background import Background, yield_to_others
 from tripool.engine.batch_shares import Sharing
 from tripool.engine.invariants import check_invariants, check_prompt
 from tripool.engine.time_shares import TimeShares
 from tripool.errors import InvalidRequest
 from tripool.prefill import PrefillScheduler
-from tripool.prefill.scheduler import extend_keys
 from tripool.sequence import UNKNOWN, Guide, Sampled, Seq, Task
 
 
 class Scheduler:
     def __init__(self, config: SchedulerConfig, *, model: str, context_tokens: int) -> None:
-        self._config, self._model = config, model
-        self.block_tokens = config.block_tokens
+        self._config = config
+        self.block_tokens, self.max_running = config.block_tokens, config.max_running
         self.context_tokens = min(context_tokens, config.num_blocks * config.block_tokens)
         """Longest sequence there can be: the model's context, or all of the KV memory if that is less."""
         self.pool = BlockPool(config.num_blocks)
@@ -43,13 +42,13 @@ class Scheduler:
         self.decode = DecodeScheduler()
         self.slo_controller = SloController()
         self.time_shares = TimeShares(self.slo_controller.step_time)
+        self.background = Background(self.slo_controller.step_time)
         self.sharing = Sharing(config, self.pool, self._running, self.holders)
         self._hands_over = False
         """Answers continue in another process: nothing decodes here, and no TPOT objective applies."""
         self._ended_s: float | None = None
         """When the last step ended, if there was work left then."""
-        self.arriving: list[Seq] = []
-        self.detached: list[Seq] = []
+        self.arriving, self.detached = list[Seq](), list[Seq]()
         """From and to other processes, their blocks being copied."""
         self.kept = HeldBlocks(self.pool)
         self.requests: dict[str, list[Seq]] = {}
@@ -78,14 +77,13 @@ class Scheduler:
             raise InvalidRequest(f"request id '{request.id}' is in use", param="request_id")
         leader: Seq | None = None
         known: Mapping[int, Sequence[int]] = answered or dict.fromkeys(range(request.params.n), ())
-        seqs = [self._new(request, choice, tokens) for choice, tokens in known.items()]
+        seqs = [self._new(request, *one) for one in known.items()]
         for position, seq in enumerate(seqs):
             seq.leader = leader
             seq.guide = guides[position] if guides is not None else None
             leader = leader or seq
             self.requests.setdefault(request.id, []).append(seq)
-            self.slo_controller.joined(seq)
-            self.sharing.joined(seq)
+            self._joined(seq)
             self.prefill.add(seq)
 
     def detach(self, request_id: str, choice: int) -> Seq:
@@ -110,9 +108,9 @@ class Scheduler:
         """Preemptions if it is attached; None: it has to wait. Preempted sequences are older and go first."""
         victims = self.sharing.room_for(request.slo, num_tokens, num_shared, self.prefill.waiting)
         promised = self.slo_controller.active or request.slo.tpot_ms is not None
-        if victims is None or not promised:
+        if victims is None or not promised or request.slo.background:
             return victims
-        running = [seq for seq in self._running() if seq not in victims]
+        running = [seq for seq in self._running() if seq not in victims and not seq.is_background]
         return victims if self.slo_controller.may_arrive(running, request, choice, num_tokens) else None
 
     def attach(
@@ -136,13 +134,12 @@ class Scheduler:
         victims = self._making_room(request, choice, num_computed + 1, len(shared))
         if victims is None:
             return None
-        seq = self._new(request, choice, answer)
         self.slo_controller.computes_prompts = False
-        self.slo_controller.joined(seq)
-        self.sharing.joined(seq)
+        seq = self._new(request, choice, answer)
+        self._joined(seq)
         self.pool.acquire(shared)
         for victim in victims:
-            self._preempt(victim)
+            self.preempt(victim)
         seq.table.extend(shared)
         need = len(seq.tokens) // self._config.block_tokens + 1 - len(shared)
         seq.table.extend(self.pool.allocate(need, after=shared[-1] if shared else None))
@@ -155,8 +152,7 @@ class Scheduler:
         """An attached sequence's blocks are filled: it runs from the next step on."""
         self.arriving.remove(seq)
         self.decode.admit(seq)
-        if self._config.prefix_reuse:
-            self._publish(seq, seq.num_computed)
+        self.prefill.publish(seq, seq.num_computed)
 
     def cancel(self, request_id: str) -> None:
         """Give everything back at once. Unknown or finished ids are fine: a cancel may cross the last token."""
@@ -172,19 +168,20 @@ class Scheduler:
             return stop if stop <= len(seq.table) * size else self._grow(seq, stop, tasks)
 
         prefill, decode = self.prefill, self.decode
+        decoding, paused = yield_to_others(self) if self.background.num_open else (decode.running, frozenset())
         prefill.queue = self._queue() if prefill.waiting else prefill.waiting
-        turn = prefill.limit = self.time_shares.next(decode.running, chain(prefill.running, prefill.queue))
-        decode.left_out = self.time_shares.left_out(turn, decode.running)
+        turn = prefill.limit = self.time_shares.next(decoding, chain(prefill.running, prefill.queue))
+        decode.left_out, prefill.left_out = self.time_shares.left_out(turn, decoding) | paused, paused
         for task in decode.plan(grow) if decode.running else ():
             if task.work.table is task.seq.table:  # else it was preempted after its turn
                 tasks[task.seq.order] = task
         running = len(decode.running) + len(prefill.running) + len(self.arriving)
         slots = self._config.max_running - running
-        budget = self._config.step_tokens - len(tasks)
+        budget = self.background.prompt_tokens(self._config.step_tokens - len(tasks))
         # Drafts have their rows before prompts, but leave them one, and their blocks after everybody else.
         drafting = [task for task in tasks.values() if task.seq.draft is not None][: budget - 1]
         budget -= len(drafting)
-        if self.slo_controller.active and not self._hands_over:
+        if self._keeps_slos:
             slots, budget = self._keep_slos(tasks, slots, budget, len(drafting))
         for task in prefill.plan(budget, slots, grow):
             if task.work.table is task.seq.table:
@@ -196,7 +193,7 @@ class Scheduler:
 
     def _queue(self) -> Sequence[Seq]:
         """Those that wait, in the order in which they may start. Room is made for the first, if it is due to it."""
-        waiting, prefill = self.prefill.waiting, self.prefill
+        prefill, waiting = self.prefill, self.background.allowed(self.prefill.waiting)
         if not self.sharing.active:
             return waiting
         ready = [seq for seq in waiting if not seq.waits]
@@ -204,20 +201,20 @@ class Scheduler:
         head = next(self.sharing.order(ready), None)
         if head is not None and under_way < self._config.step_tokens:  # else the next step has no token left for it
             victims = self.sharing.victims(self.sharing.claim(head), prefill.blocks_needed(head)) or []
-            held_back = (
-                self.slo_controller.active and not self._hands_over and victims and not self._keeps_slos(head, victims)
-            )
-            for victim in victims if not held_back else ():
-                self._preempt(victim)
+            rest = [seq for seq in self._running() if seq not in victims] if victims and self._keeps_slos else None
+            if rest is None or self.slo_controller.slots(rest, [head], 1) > 0:
+                for victim in victims:
+                    self.preempt(victim)
         return list(islice(self.sharing.order(ready), self._config.max_running - len(self._running()) + 1))
 
-    def _keeps_slos(self, head: Seq, victims: Sequence[Seq]) -> bool:
-        return self.slo_controller.slots([seq for seq in self._running() if seq not in victims], [head], 1) > 0
+    @property
+    def _keeps_slos(self) -> bool:
+        return self.slo_controller.active and not self._hands_over
 
     def _keep_slos(self, tasks: Mapping[int, Task], slots: int, budget: int, num_drafts: int) -> tuple[int, int]:
         """Newcomers and prompt tokens of this step, so that promised answers keep their pace."""
-        ready = (seq for seq in self.prefill.queue if not seq.waits)
-        slots = self.slo_controller.slots(self._running(), ready, slots)
+        running = [seq for seq in self._running() if seq not in self.background.paused]
+        slots = self.slo_controller.slots(running, (seq for seq in self.prefill.queue if not seq.waits), slots)
         if tasks and (self.prefill.running or slots > 0):  # without a row that waits for it, nothing bounds a prompt
             start = self.prefill.running[0].num_computed if self.prefill.running else 0
             tokens = self.slo_controller.prompt_tokens([task.seq for task in tasks.values()], num_drafts, start)
@@ -229,6 +226,7 @@ class Scheduler:
         step_s = ended_s - (began_s if self._ended_s is None else self._ended_s)
         self._ended_s = ended_s if self.busy else None
         accepted, self._num_accepted_before = self.num_accepted - self._num_accepted_before, self.num_accepted
+        self.background.settled(ended_s, tasks)
         facts, seqs = StepFacts.of(tasks), (task.seq for task in tasks)
         self.slo_controller.settled(ended_s, step_s, facts, accepted, seqs, learn=self.time_shares.active)
         if self.slo_controller.computes_prompts:  # else no request waits here for a first token
@@ -260,8 +258,7 @@ class Scheduler:
         seq.draft = None
         if work.table is seq.table:  # else it was preempted while the step ran
             seq.num_computed = work.stop if work.stop > seq.num_computed else seq.num_computed
-            if self._config.prefix_reuse:
-                self._publish(seq, work.stop)
+            self.prefill.publish(seq, work.stop)
         if task.draft is not None:
             seq.num_drafted += 1
             self.num_drafted += 1
@@ -324,15 +321,6 @@ class Scheduler:
             self.prefill.remove(seq)
             self.decode.admit(seq)
 
-    def _publish(self, seq: Seq, num_computed: int) -> None:
-        """Name the blocks that are full, so that others with the same beginning find them."""
-        num_full = num_computed // self._config.block_tokens
-        if num_full > seq.num_published:
-            keys = extend_keys(seq, num_computed, self._config.block_tokens, self._model)
-            for i in range(seq.num_published, num_full):
-                self.pool.publish(seq.table[i], keys[i])
-            seq.num_published = num_full
-
     def _grow(self, seq: Seq, stop: int, tasks: dict[int, Task]) -> int:
         """Blocks for positions up to `stop`, or as far as there is room; none is preempted in vain."""
         need = -(-stop // self._config.block_tokens) - len(seq.table)
@@ -343,7 +331,7 @@ class Scheduler:
                 if self.pool.can_allocate(need):
                     break
                 tasks.pop(victim.order, None)
-                self._preempt(victim)
+                self.preempt(victim)
         seq.table.extend(self.pool.allocate(max(need, 0), after=seq.table[-1] if seq.table else None))
         return min(stop, len(seq.table) * self._config.block_tokens)
 
@@ -358,7 +346,7 @@ class Scheduler:
         if len(seq.table) * size >= stop:
             task.draft = seq.draft
 
-    def _preempt(self, seq: Seq) -> None:
+    def preempt(self, seq: Seq) -> None:
         self._drop(seq)
         seq.num_computed = 0
         seq.carry = None
@@ -375,11 +363,15 @@ class Scheduler:
         self._next_order += 1
         return seq
 
+    def _joined(self, seq: Seq) -> None:
+        for policy in (self.slo_controller, self.sharing, self.background):
+            policy.joined(seq)
+
     def _retire(self, seq: Seq, finish: FinishReason | None) -> None:
         self._drop(seq)
         seq.finish = finish
-        self.slo_controller.left(seq)
-        self.sharing.left(seq)
+        for policy in (self.slo_controller, self.sharing, self.background):
+            policy.left(seq)
 
     def _forget(self, seq: Seq) -> None:
         """One choice less; with the last one the request."""

@@ -125,6 +125,11 @@ class AdmissionBackend:
     def context_tokens(self) -> int:
         return self._backend.context_tokens
 
+    @property
+    def slots(self) -> int | None:
+        """Choices that the backend computes at the same time, if it is known."""
+        return self._room().slots
+
     def enter(self, tenant: Tenant) -> None:
         """Count a request before anything of it is read. Raises RateLimited."""
         error = self._admission.enter(self._tenant_of(tenant.name), self._clock())
@@ -140,6 +145,8 @@ class AdmissionBackend:
         self._check_lengths(requests)
         context_tokens, tenant = self.context_tokens, self._tenant_of(requests[0].slo.tenant)
         check_answers(requests, context_tokens)
+        if requests[0].slo.background:
+            return
         amount = sum(len(request.prompt_ids) + answer_tokens(request, context_tokens) for request in requests)
         error = self._admission.rate_limiter.refusal(tenant, 0, amount, self._clock())
         if isinstance(error, AboveRateLimit):
@@ -149,6 +156,11 @@ class AdmissionBackend:
         if self._refusing is not None:
             raise EngineStopped(self._refusing)
         self._check_lengths(requests)
+        if requests[0].slo.background:  # it takes nothing from others, so it neither waits for them nor counts
+            async with aclosing(self._backend.stream(*requests, watcher=watcher)) as own:
+                async for event in own:
+                    yield event
+            return
         loop, now_s = asyncio.get_running_loop(), self._clock()
         tenant = self._tenant_of(requests[0].slo.tenant)
         tokens_left = self._admission.rate_limiter.tokens_left(tenant, now_s)

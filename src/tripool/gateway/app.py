@@ -18,10 +18,11 @@ from tripool import __version__
 from tripool.answer import Answer
 from tripool.config import GatewayConfig
 from tripool.core import Request
-from tripool.errors import ContextOverflow, TripoolError
+from tripool.errors import ContextOverflow, InvalidRequest, TripoolError
 from tripool.gateway.admin import InFlight, admin_routes
 from tripool.gateway.answer_limits import check_echoes
 from tripool.gateway.auth import Access, Guard, caller_of
+from tripool.gateway.batches import BatchService, batch_routes
 from tripool.gateway.bodies import Bodies
 from tripool.gateway.body import body_docs, decode_json
 from tripool.gateway.connection_limits import ConnectionQuota
@@ -128,6 +129,8 @@ def create_models_app(
     store = ResponseStore(store_bytes or 0, RecentItems(clock) if store_bytes is None else None)
     answering = Answering(models, in_flight, journal, bodies, clock, access, reading, store)
     app.include_router(response_routes(models, bodies, reading, store))
+    app.state.batches = BatchService(config, answering.answer_line, models, in_flight, access)
+    app.include_router(batch_routes(app.state.batches, bodies))
     app.add_middleware(ConnectionQuota, on_refused=models.default.metrics.refused)
     guarded, origins = access is not None, checked_origins(config.cors_origins)
     app.add_middleware(HostCheck, guarded=guarded, on_refused=models.default.metrics.refused, origins=origins)
@@ -191,13 +194,26 @@ class Answering:
         self._in_flight.check()
         with self._in_flight.request():
             served, job = await self._read(http, api)
+        return self._response(http, served, job, received_s)
+
+    async def answer_line(self, http: HttpRequest, api: Api, raw: bytes, request_id: str) -> Response:
+        """A line of a batch, in the background: no rate limit applies."""
+        received_s, tenant = self._clock(), caller_of(http).tenant
+        sender = Sender(tenant, request_id, {}, self._store.history(tenant.name), background=True)
+        served, job = await self._prepared(raw, api, sender)
+        if job.stream:
+            raise InvalidRequest("a request of a batch cannot be streamed", hint="leave out 'stream'", param="stream")
+        return self._response(http, served, job, received_s)
+
+    def _response(self, http: HttpRequest, served: Served, job: Job, received_s: float) -> Response:
         created_s = int(time.time())
         tokenizer = served.tokenizer
         finder = StopFinder(job.requests[0].params.stop)  # shared by all prompts
         answers = [Answer(request, tokenizer, finder) for request in job.requests]
         formatter = formatter_of(job, tokenizer, answers, self._store, model=served.name, created_s=created_s)
         metrics = served.metrics
-        record = Record(job, self._clock, received_s=received_s, created_s=created_s, on_gaps=metrics.gaps)
+        on_gaps = metrics.gaps if not job.requests[0].slo.background else lambda gaps_s: None
+        record = Record(job, self._clock, received_s=received_s, created_s=created_s, on_gaps=on_gaps)
         self._journal.keep(record)
         note_record(http.scope, record, served.name)
         in_flight = partial(self._answering, served, job, formatter)
@@ -226,6 +242,10 @@ class Answering:
         self._models.read(tenant, len(raw))
         request_id = header_id(http.headers.get("x-request-id"))
         sender = Sender(tenant, request_id, header_slo, self._store.history(tenant.name))
+        return await self._prepared(raw, api, sender)
+
+    async def _prepared(self, raw: bytes, api: Api, sender: Sender) -> tuple[Served, Job]:
+        tenant = sender.tenant
         served, job = await self._parsed(tenant, len(raw), partial(self._parse, raw, api, sender))
         check_echoes(job)
         try:

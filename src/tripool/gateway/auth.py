@@ -3,7 +3,7 @@
 | path | access |
 |---|---|
 | `/health`, `/ping`, `/health/ready`, `/version` | public |
-| generation, token counts, the list of models, `explain` of one's own requests, one's own responses | every key |
+| generation, token counts, the list of models; one's own requests, responses, files and batches | every key |
 | all else: metrics, load, drain, pools, cache, loading models | keys made with `--admin` |
 
 A path that is not listed is the operator's: a new route is closed until it is added here. A server started without keys
@@ -154,7 +154,7 @@ def _presented(scope: Scope) -> str | None:
 def _for_tenants(method: str, path: str) -> bool:
     if path in _FOR_TENANTS:
         return True
-    if path.startswith("/v1/responses/"):  # those of other tenants are unknown there
+    if path.startswith(("/v1/responses/", "/v1/files", "/v1/batches")):  # those of other tenants are unknown there
         return True
     looks = method in ("GET", "HEAD")
     about_models = path in ("/v1/models", "/api/tags", "/api/ps", "/api/version") or path.startswith("/v1/models/")

@@ -106,7 +106,7 @@ class Metrics(Collector):
             self._observe("max_tokens_per_request", record.max_tokens)
         if record.state == "finished":
             self._finished.update(record.finish_reasons)
-        if record.has_tokens:
+        if record.has_tokens and not record.background:
             stages = record.stages_us()
             self._observe("time_to_first_token_seconds", record.first_token_us / 1e6)
             self._observe("request_seconds", sum(stages.values()) / 1e6)

@@ -56,6 +56,8 @@ class Sender:
     request_id: str | None = None
     slo: HeaderSlo = field(default_factory=dict)
     history: History = NOTHING_STORED
+    background: bool = False
+    """Whether it is a line of a batch."""
 
 
 _UNKNOWN = Sender()
@@ -245,7 +247,7 @@ class Parser:
             raise InvalidRequest(f"{len(prompts.ids)} prompts with {params.n} choices each", hint=hint, param="n")
         key = secrets.token_hex(12)
         request_id = _request_id(fields) or sender.request_id or key
-        slo = read_slo(fields, sender.tenant, sender.slo, key)
+        slo = read_slo(fields, sender.tenant, sender.slo, key, background=sender.background)
         namespace = _namespace(fields, sender.tenant)
         if not all(prompts.ids):
             raise InvalidRequest("a prompt is empty", hint="send at least one token", param="prompt")

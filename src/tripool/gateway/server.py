@@ -22,6 +22,7 @@ from tripool.gateway.connection_table import ConnectionTable
 from tripool.gateway.request_log import is_wanted
 
 if TYPE_CHECKING:
+    from tripool.gateway.batches import BatchService
     from tripool.gateway.grpc.server import GrpcServer
 
 _SWITCH_S = 0.0005
@@ -117,6 +118,7 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self._on_ready, self._end_answers = on_ready, end_answers
+        self._batches: BatchService = app.state.batches
         self._grpc = None if grpc_address is None else _grpc_server(app, grpc_address, limits)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -125,11 +127,13 @@ class Server(uvicorn.Server):
         if self.started:
             if self._grpc is not None:
                 await self._grpc.start()
+            self._batches.start()
             self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         signals = [signal.Signals(number).name for number in self._captured_signals]
         _LOG.info("stopping", extra={"signal": signals[0] if signals else None, "open": len(self.server_state.tasks)})
+        await self._batches.stop()
         drained = asyncio.get_running_loop().call_later(_DRAIN_S, self._end_answers)
         ending = [super().shutdown(sockets)]
         if self._grpc is not None:

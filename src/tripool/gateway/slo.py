@@ -31,12 +31,15 @@ def read_header_slo(headers: Mapping[str, str]) -> HeaderSlo:
     return header_slo
 
 
-def read_slo(fields: Mapping[str, Any], tenant: Tenant, header_slo: HeaderSlo, job: str = "") -> Slo:
+def read_slo(
+    fields: Mapping[str, Any], tenant: Tenant, header_slo: HeaderSlo, job: str = "", *, background: bool = False
+) -> Slo:
+    """`background`: a line of a batch. It has no objectives."""
     slo: Mapping[str, Any] = fields.get("slo", {})
     for name in slo:
         if name not in ("tpot_ms", "ttft_ms"):
             raise InvalidRequest(f"'slo' has '{str(name)[:100]}'", hint="known: tpot_ms, ttft_ms", param="slo")
-    chosen = {"tpot_ms": tenant.tpot_ms, "ttft_ms": tenant.ttft_ms} | dict(header_slo)
+    chosen: dict[str, float | None] = {"tpot_ms": tenant.tpot_ms, "ttft_ms": tenant.ttft_ms} | dict(header_slo)
     for name, value in slo.items():
         if value is not None:
             _check(f"slo.{name}", value)
@@ -45,6 +48,8 @@ def read_slo(fields: Mapping[str, Any], tenant: Tenant, header_slo: HeaderSlo, j
     if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
         hint = f"must be between {-MAX_PRIORITY} and {MAX_PRIORITY}; lower goes first"
         raise InvalidRequest(f"'priority' is {priority}", hint=hint, param="priority")
+    if background:
+        chosen = dict.fromkeys(chosen)
     return Slo(
         tpot_ms=chosen["tpot_ms"],
         ttft_ms=chosen["ttft_ms"],
@@ -52,6 +57,7 @@ def read_slo(fields: Mapping[str, Any], tenant: Tenant, header_slo: HeaderSlo, j
         tenant=tenant.name,
         weight=tenant.limits.weight,
         job=job,
+        background=background,
     )
 
 

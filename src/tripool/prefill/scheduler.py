@@ -7,7 +7,7 @@ Further choices of a request wait until its first one has computed the prompt.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from tripool.cache import BlockPool, next_key
@@ -52,6 +52,8 @@ class PrefillScheduler:
         """Those that wait in the order in which the next `plan` may admit them, if that is not by age."""
         self.limit = NO_LIMITS
         """Whose prompts come last in the next `plan`, and how much of them it computes."""
+        self.left_out: Collection[Seq] = ()
+        """Those under way that have no part in the next `plan`."""
         self.held_by = ""
         """Which limit kept the last `plan` from admitting the oldest that waits; empty when none waits."""
 
@@ -76,7 +78,7 @@ class PrefillScheduler:
         left, masks_s = limit.prompt_tokens, MASKS_S
         for seq in sorted(self.running, key=limit.is_heavy):
             most = _most(seq, min(budget, left) if limit.is_heavy(seq) else budget)
-            if seq.needs_result or (seq.mask_s and masks_s <= 0):
+            if seq.needs_result or (seq.mask_s and masks_s <= 0) or seq in self.left_out:
                 continue
             if most > 0 and seq in self.running:  # growing an older one may have preempted this one
                 masks_s -= seq.mask_s
@@ -106,6 +108,15 @@ class PrefillScheduler:
     def blocks_needed(self, seq: Seq) -> int:
         """That must be free for it to start: everything known plus one token, less what others hold of its prefix."""
         return self._needs(seq, self._prefix(seq))
+
+    def publish(self, seq: Seq, num_computed: int) -> None:
+        """Name the blocks that are full, so that others with the same beginning find them."""
+        num_full = num_computed // self._config.block_tokens
+        if num_full > seq.num_published and self._config.prefix_reuse:
+            keys = extend_keys(seq, num_computed, self._config.block_tokens, self._model)
+            for i in range(seq.num_published, num_full):
+                self._pool.publish(seq.table[i], keys[i])
+            seq.num_published = num_full
 
     def _prefix(self, seq: Seq) -> list[int]:
         """The last token is always computed: its logits are what the request is here for."""

@@ -314,7 +314,7 @@ class Coordinator:
     def _found_no_room(self, entry: Entry, choice: ChoiceState, now_s: float) -> None:
         """Fails it, unless it waits for other choices of its own request: they go on, and will free their room."""
         packed = choice.stage is Stage.PACKED
-        if now_s - entry.moved_s >= self._config.queue_s:
+        if now_s - entry.moved_s >= self._config.queue_s * entry.patience:
             self._placing.fail(entry, self._waited_for("decode" if packed else "prefill"))
         elif choice.lease is not None:  # its lease will soon expire: it is computed again
             self._placing.again(entry, [choice], now_s, lost=False, void=choice.lease.worker_id, why="waited too long")
@@ -323,7 +323,7 @@ class Coordinator:
 
     def _stands_still(self, entry: Entry, now_s: float) -> bool:
         """Whether its client has received nothing for as long as waiting and computing may take together."""
-        return now_s - entry.moved_s >= self._config.queue_s + self._config.prefill_s
+        return now_s - entry.moved_s >= (self._config.queue_s + self._config.prefill_s) * entry.patience
 
     def _waited_for(self, role: Role) -> TripoolError:
         waited = f"waited {self._config.queue_s:g} s for a {role} worker"

@@ -15,6 +15,8 @@ from tripool.messages import WorkerId
 class DecodeSlots:
     def __init__(self) -> None:
         self._held: dict[WorkerId, Counter[tuple[str, str]]] = {}
+        self._background: Counter[WorkerId] = Counter()
+        """Slots held by background requests: a worker gives them up for any other."""
         self._weights: dict[str, float] = {}
 
     def place(self, worker_id: WorkerId, slo: Slo) -> None:
@@ -22,9 +24,13 @@ class DecodeSlots:
         if held is None:
             held = self._held[worker_id] = Counter()
         held[group] = held.get(group, 0) + 1
+        self._background[worker_id] += slo.background
         self._weights[slo.tenant] = slo.weight
 
     def take_off(self, worker_id: WorkerId, slo: Slo) -> None:
+        self._background[worker_id] -= slo.background
+        if not self._background[worker_id]:
+            del self._background[worker_id]
         held, group = self._held[worker_id], slo.group
         count = held.pop(group) - 1
         if count:
@@ -38,6 +44,10 @@ class DecodeSlots:
         """Whether another tenant, or another request of the same one, would keep at least as many slots after giving
         one up. `over`: choices placed beyond the worker's slots, for which it has to preempt others already.
         """
+        if slo.background:
+            return False
+        if self._background[worker_id] > max(0, over):
+            return True
         given = 1 + max(0, over)
         held = self._held.get(worker_id, Counter())
         tenants: Counter[str] = Counter()

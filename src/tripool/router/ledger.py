@@ -95,6 +95,12 @@ class ChoiceState:
     """Of earlier placements; an event counts from its own."""
 
 
+_PAUSABLE = (Stage.QUEUED, Stage.PREFILLING, Stage.DECODING)
+_BACKGROUND_PATIENCE = 2000.0
+_LAST = 2**48
+"""Added to the arrival number of background requests, which are placed after all others."""
+
+
 @dataclass(slots=True, eq=False)
 class Entry:
     request: Request
@@ -115,6 +121,11 @@ class Entry:
     num_open: int = 0
     num_cached_tokens: int | None = None
     """From the first attempt that reported it; later attempts do not change what the client sees."""
+
+    @property
+    def patience(self) -> float:
+        """Factor of its deadlines: workers pause background requests for as long as others have work."""
+        return _BACKGROUND_PATIENCE if self.request.slo.background else 1.0
 
     def answered(self, choice: ChoiceState) -> Answered:
         return Answered(choice.index, tuple(choice.tokens))
@@ -153,7 +164,8 @@ class Ledger:
         assert request.id not in self._entries
         choices = [ChoiceState(index, Stage.QUEUED, now_s, now_s) for index in range(request.params.n)]
         trace, count = PlacementTrace(now_s), len(choices)
-        entry = Entry(request, self._next_order, choices, trace, moved_s=now_s, num_open=count)
+        order = self._next_order + (_LAST if request.slo.background else 0)
+        entry = Entry(request, order, choices, trace, moved_s=now_s, num_open=count)
         self._next_order += 1
         self._entries[request.id] = entry
         return entry
@@ -215,6 +227,7 @@ class Ledger:
 
     def move(self, entry: Entry, choice: ChoiceState, stage: Stage, now_s: float, wait_s: float) -> None:
         """The only method that changes a stage, so that counts by stage are kept here."""
+        wait_s = wait_s * entry.patience if stage in _PAUSABLE else wait_s
         choice.stage, choice.since_s, choice.deadline_s = stage, now_s, now_s + wait_s
         if stage is Stage.DONE:
             entry.num_open -= 1
@@ -273,8 +286,8 @@ class Ledger:
             entry.trace.begun(event)
         choice.num_drafted = choice.drafted_before + event.num_draft_tokens
         choice.num_accepted = choice.accepted_before + event.num_accepted_draft_tokens
-        if now_s + wait_s > choice.deadline_s:
-            choice.deadline_s = now_s + wait_s
+        if now_s + wait_s * entry.patience > choice.deadline_s:
+            choice.deadline_s = now_s + wait_s * entry.patience
         cached = entry.num_cached_tokens
         reported = (event.num_cached_tokens, event.num_draft_tokens, event.num_accepted_draft_tokens)
         if reported == (cached, choice.num_drafted, choice.num_accepted):

@@ -33,6 +33,8 @@ _LOOK_AHEAD = 32
 """Choices behind one without room that are considered."""
 _MOST_OVER = 8
 """Choices placed beyond the slots of a full decode worker; it preempts one per step for them."""
+_BACKGROUND_AHEAD = 512
+"""Tokens of background requests on one prefill worker: another request's first token waits for them."""
 _APART = "a request from a crashed worker is tried alone"
 _RESERVED = "the rest is reserved for other tenants"
 _Queued = TypeVar("_Queued", tuple[int, str], tuple[int, str, int])
@@ -130,7 +132,8 @@ class Placing:
         for choice in choices:
             tokens += len(choice.tokens) + 1
         closed, why_closed = self._closed_to(entry)
-        member = self.view.pick_prefill(tokens, self._config.prefill_ahead_tokens, choices[0].avoid, closed)
+        ahead_tokens = _BACKGROUND_AHEAD if entry.request.slo.background else self._config.prefill_ahead_tokens
+        member = self.view.pick_prefill(tokens, ahead_tokens, choices[0].avoid, closed)
         if member is None:
             entry.held_by = why_closed if closed else why_full("prefill", self.view.considered, tokens)
             return False
@@ -143,7 +146,10 @@ class Placing:
         # The lease must last while the KV waits for a decode worker, and while it is copied; messages may be late.
         lease_s = self._config.queue_s + 2 * self._config.transfer_s
         self.out.append(
-            Send(member.worker_id, StartPrefill(entry.request, placement.attempt, answered, wait_s, lease_s))
+            Send(
+                member.worker_id,
+                StartPrefill(entry.request, placement.attempt, answered, wait_s * entry.patience, lease_s),
+            )
         )
         return True
 

@@ -229,6 +229,7 @@ def _gateway_spec(listener: socket.socket, keys: Path, folder: RunFolder, option
 def _gateway_options(gateway: GatewayConfig, grpc_address: str | None) -> Iterator[str]:
     if gateway.response_store_bytes is not None:
         yield from ("--response-store-bytes", str(gateway.response_store_bytes))
+    yield from ("--batch-dir", gateway.batch_dir)
     for origin in gateway.cors_origins:
         yield from ("--cors-origin", origin)
     if grpc_address is not None:
