@@ -112,3 +112,14 @@ def test_a_rank_of_another_host_counts_until_it_is_given_up(instance: Instance, 
     assert instance.remote(2, 0) and current(tmp_path).gone == {1, 2}
     assert instance.remote_ranks() == [] and not instance.remote(2, 79)
     assert instance.outdated() == []
+
+
+def test_counts_that_begin_anew_are_no_negative_loads(instance: Instance, tmp_path: Path) -> None:
+    """Those of a host that was lost, and came again with new memory."""
+    view = SharedView(*attach_slabs(slabs_file(tmp_path, "decode-0")))
+    for rank in range(3):
+        instance.enter(rank)
+    for rows in (5000, 40, 9000):
+        view.routed(2)[:] = rows
+        instance.balance()
+    assert (instance._routed == 5000 + 40 + 8960).all()

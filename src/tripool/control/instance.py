@@ -45,6 +45,8 @@ class Instance:
         self._present: set[int] = set()
         self._remote: dict[int, int] = {}
         self._entered: dict[int, int] = {}
+        self._last = np.zeros((layout.ranks, layout.layers, layout.experts), np.int64)
+        self._routed = np.zeros(self._last.shape[1:], np.int64)
         self.epoch = 0
 
     def enter(self, rank: int) -> bool:
@@ -84,13 +86,21 @@ class Instance:
         """Take one step of moves if loads call for it. While a rank is missing, experts stay where they are."""
         if len(self._present) < self._home.ranks:
             return False
-        moved = self._balancer.step(_routed(self._view), self._home)
+        moved = self._balancer.step(self._routed_so_far(), self._home)
         if moved is None:
             return False
         self._view.copies[0] = self._balancer.num_copies
         self._home = moved
         self._write(moved)
         return True
+
+    def _routed_so_far(self) -> Counts:
+        """[layers, experts]: rows of all ranks. The counts of a host that comes again begin at 0."""
+        for rank in range(self._home.ranks):
+            now, last = self._view.routed(rank).astype(np.int64), self._last[rank]
+            self._routed += np.where(now >= last, now - last, now)
+            self._last[rank] = now
+        return self._routed.copy()
 
     def _change(self, present: set[int]) -> bool:
         if present == self._present:

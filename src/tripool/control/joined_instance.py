@@ -89,7 +89,7 @@ class JoinedInstance:
 
     def _clear(self) -> None:
         """Doorbells and fences; who sleeps on which signal stays."""
-        self._memory[self._layout.dispatch_bells : self._layout.dispatch] = 0
+        self._memory[self._layout.dispatch_bells : self._layout.routed] = 0
         for rank in range(self._layout.ranks):
             SharedView(self._layout, self._memory).fence(rank)[0] = 0
         self._stale = False
