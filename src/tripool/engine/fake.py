@@ -102,7 +102,7 @@ class FakeTokens:
         )
 
     def prompt_scores(self, request: Request) -> list[TokenLogprobs]:
-        """Made up too: a token's score is told by its id."""
+        """Made up too: a token's score follows from its id."""
         top = request.params.prompt_logprobs or 0
         return [
             TokenLogprobs(

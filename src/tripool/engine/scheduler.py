@@ -172,7 +172,7 @@ class Scheduler:
         prefill.queue = self._queue() if prefill.waiting else prefill.waiting
         turn = prefill.limit = self.time_shares.next(decoding, chain(prefill.running, prefill.queue))
         decode.left_out, prefill.left_out = self.time_shares.left_out(turn, decoding) | paused, paused
-        for task in decode.plan(grow) if decode.running else ():
+        for task in decode.plan(grow):
             if task.work.table is task.seq.table:  # else it was preempted after its turn
                 tasks[task.seq.order] = task
         running = len(decode.running) + len(prefill.running) + len(self.arriving)

@@ -82,8 +82,8 @@ class Member:
     @property
     def load_tokens(self) -> int:
         """Tokens to compute before it is idle; at most what the ledger has placed there."""
-        told = self.reported_tokens + self.crossing_tokens + self.recent_tokens
-        return told if told < self.placed_tokens else self.placed_tokens
+        known = self.reported_tokens + self.crossing_tokens + self.recent_tokens
+        return known if known < self.placed_tokens else self.placed_tokens
 
     def weigh(self) -> float:
         hello = self.hello

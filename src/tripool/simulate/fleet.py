@@ -302,7 +302,7 @@ class WorkerRun:
         seen["preempted"] += self.engine.scheduler.num_preemptions
 
     def check(self) -> None:
-        """Between two turns of the worker's loop and in its steps: in between it is in the middle of a change."""
+        """Between two iterations of the worker's loop and in its steps: elsewhere it is in the middle of a change."""
         if self.process.doing not in ("poll", "step"):
             return
         scheduler = self.engine.scheduler

@@ -26,7 +26,7 @@ WRITE_S = 0.3
 _LATENCY_S = (0.00002, 0.0002)
 _LATE_S = 0.5
 _TURN_S = 0.01
-"""Least time between two turns of a member that nothing happens to."""
+"""Least time between two iterations of an idle member."""
 
 
 class SimMember:

@@ -39,7 +39,7 @@ def simulate_colocated(
 
 
 class ColocatedFleet:
-    """One engine in the gateway's process: it is its own router, and there is nobody to send messages to."""
+    """One engine in the gateway's process: it is its own router, and there are no messages to workers."""
 
     world: World[ColocatedFleet]
 
