@@ -50,6 +50,8 @@ while not supervisor.ended:
         if isinstance(message, MapChanged):
             continue
         if isinstance(message, Assign):
+            supervisor.send(Ready(WorkerId(name, epoch)))  # of the standby: it does not mean that the rank is there
+            time.sleep(0.1)
             (_, name), epoch = message.argv, message.epoch
             begin()
             supervisor.send(Ready(WorkerId(name, epoch)))

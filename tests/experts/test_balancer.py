@@ -53,6 +53,22 @@ def test_level_loads_move_nothing_and_an_idle_instance_neither() -> None:
         assert balancer.step(routed, current) is None
 
 
+def test_few_ranks_follow_drift_after_fewer_tokens() -> None:
+    """Popularity is new after every 500 tokens: two ranks follow within the first half of them."""
+    rng, current = np.random.default_rng(6), ExpertMap.contiguous(LAYERS, EXPERTS, 2)
+    balancer, routed, values = Balancer(current, TOP_K), np.zeros((LAYERS, EXPERTS), np.int64), []
+    for turn in range(40):
+        if turn % 4 == 0:
+            popular = rng.lognormal(0.0, 0.7, (LAYERS, EXPERTS))
+            popular /= popular.sum(axis=1, keepdims=True)
+        if turn % 4 >= 2:
+            values.append(imbalance(current.table, popular).mean())
+        routed = routed + np.array([rng.multinomial(125 * TOP_K, layer) for layer in popular])
+        for _ in range(20):
+            current = balancer.step(routed, current) or current
+    assert np.mean(values) < 1.08
+
+
 def test_a_plan_is_given_up_when_the_map_was_changed() -> None:
     current = ExpertMap.contiguous(LAYERS, EXPERTS, RANKS)
     balancer = Balancer(current, TOP_K)

@@ -168,7 +168,7 @@ def read_instances(folder: Path) -> Iterator[InstanceStatus]:
         except FileNotFoundError:
             yield InstanceStatus(slabs.stem, 0, (RankStatus(False, 0, 0),) * layout.ranks, 0, 1.0, 0)
             continue
-        rows = sum(view.assigned(layer) for layer in range(layout.layers))
+        rows = np.sum([view.assigned(layer) for layer in range(layout.layers)], axis=0)
         held = (found.table != EMPTY).sum(axis=(0, 2))
         ranks = (RankStatus(rank not in found.gone, int(held[rank]), int(rows[rank])) for rank in range(found.ranks))
         worst = float(imbalance(found.table, loads).max())

@@ -167,7 +167,7 @@ class Supervisor:
             child: Child = key.data
             for message in child.supervisor_channel.receive():
                 child.heard_s = self._clock()
-                if isinstance(message, Ready):
+                if isinstance(message, Ready) and message.worker_id == child.worker_id:  # not one of the standby it was
                     if not child.ready:
                         took_s = round(self._clock() - child.started_s, 3)
                         _LOG.info("process ready", extra=_facts(child) | {"took_s": took_s})

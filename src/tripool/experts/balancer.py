@@ -20,6 +20,9 @@ _FAR = 1.2
 """Times the bound: a layer that so many copies leave so uneven is placed anew. The even spread of the start, which
 would be felt for dozens of windows, always; later only if that takes at most `_LONG` steps."""
 _LONG = 3 * _COPIES
+_WINDOW_TOKENS, _WINDOW_TOKENS_PER_RANK = 1000, 125
+"""A window has at most so many tokens, and so many per rank: a rank of few has many rows of each token, so that chance
+is averaged out sooner, and drift can be followed sooner."""
 
 
 class Balancer:
@@ -29,9 +32,11 @@ class Balancer:
         """`first`: ranks without experts in it get none. `hosts`: so many have equally many ranks each, in order."""
         self._hosts = hosts
         holders = expert_ranks(first.table)
-        even = -(-first.experts // int(holders.sum()))
+        num_ranks = int(holders.sum())
+        even = -(-first.experts // num_ranks)
         self._slots, self._top_k = (holders * (even + max(1, even // _SPARE))).tolist(), top_k
-        self._window = LoadWindow(first.layers, first.experts)
+        tokens = min(_WINDOW_TOKENS, _WINDOW_TOKENS_PER_RANK * num_ranks)
+        self._window = LoadWindow(first.layers, first.experts, tokens=tokens)
         self._routed = np.zeros((first.layers, first.experts), np.int64)
         self._steps: deque[MoveStep] = deque()
         self._placed = False
