@@ -332,7 +332,9 @@ def main() -> int:
         "trusted": lambda: pair_rows(True, repetitions, repeat),
         "links": lambda: link_rows(5 if quick else 9, 2.0),
         "cache": lambda: cache_rows(2 if quick else 4, 50 if quick else 100),
-        "decode": lambda: [row for trusted in (False, True) for row in decode_rows(trusted, 2 if quick else 4, 200)],
+        "decode": lambda: [
+            row for trusted in (False, True) for row in decode_rows(trusted, 2 if quick else 4, 100 if quick else 250)
+        ],
         "start": lambda: [start_row(1 if quick else 3)],
     }
     made = [

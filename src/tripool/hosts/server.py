@@ -150,7 +150,8 @@ class HostServer:
                 case wire.ReadSlots():
                     self._blocks.read_slots(connection, request, arenas, bulk)
                 case wire.FindBlocks():
-                    self._blocks.find(connection, request, bulk)
+                    with bulk.link.sending(Traffic.MEMORY, connection):
+                        self._blocks.find(connection, request, bulk)
                 case wire.StoreBlocks():
                     self._blocks.store(connection, request)
                 case wire.AskMember():

@@ -75,8 +75,9 @@ class LinkSchedule:
 
     def sent(self, traffic: Traffic, num_bytes: int, now_s: float) -> None:
         self._count(now_s)
-        if self._is_behind(traffic, now_s):
-            self._credit[traffic] -= num_bytes
+        # Who had the link to itself has used its credit up: it does not begin with a chunk when another class comes.
+        least = float("-inf") if self._is_behind(traffic, now_s) else 0.0
+        self._credit[traffic] = max(self._credit[traffic] - num_bytes, least)
         number = int(now_s / _BIN_S)
         if number != self._newest:
             self._newest = number
