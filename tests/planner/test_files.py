@@ -13,11 +13,13 @@ from html.parser import HTMLParser
 import pytest
 
 from tripool.bench.trace import TraceRequest, measure_trace
+from tripool.errors import InvalidRequest
 from tripool.planner import Plan, PlanGoal, make_plan, named_hardware, named_model
 from tripool.planner.deployment import read_deployment, write_deployment
 from tripool.planner.errors import BadDescription
 from tripool.planner.page import render_plan
 from tripool.planner.report import plan_data
+from tripool.simulate.supernode import lay_out
 
 
 @lru_cache(maxsize=1)
@@ -131,3 +133,23 @@ print(len(make_plan(ask).deployments))
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) >= 1
+
+
+def test_a_deployment_file_of_two_kinds_of_hardware_reads_back() -> None:
+    pr, dt = named_hardware("ascend-950pr"), named_hardware("ascend-950dt")
+    ask = PlanGoal(
+        model=named_model("deepseek-r1"), hardware=pr, decode_hardware=dt, chips=64, input_tokens=2000,
+        output_tokens=500, ttft_s=5.0, tpot_s=0.05, price_per_hour=2.0,
+    )  # fmt: skip
+    plan = make_plan(ask)
+    read = read_deployment(write_deployment(ask, plan.deployments[0]), "d.toml")
+    assert (read.hardware, read.decode_hardware) == ("ascend-950pr", "ascend-950dt")
+    parted = plan.best_parted
+    assert parted is not None
+    setup = read_deployment(write_deployment(ask, parted), "d.toml").decode.setup
+    assert setup == parted.main.decode.setup and setup.expert_ranks
+    data = plan_data(ask, plan)
+    assert data["decode_hardware"] == "ascend-950dt" and data["error"]["words"] == "assumed, no published row"
+    assert "ranks of attention" in render_plan(ask, plan)
+    with pytest.raises(InvalidRequest, match="two kinds of hardware are not simulated"):
+        lay_out(read, pr, ask.model)

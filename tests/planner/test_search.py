@@ -37,24 +37,33 @@ def check(ask: PlanGoal, found: Deployment) -> None:
     for cell in found.cells:
         check_cell(ask, cell)
     hourly = found.requests_per_s * ask.output_tokens * 3600
-    cost, watts = ask.price, ask.hardware.watts
-    assert found.cost_per_million == (cost and pytest.approx(cost * found.chips / hourly * 1e6))
-    assert found.kwh_per_million == (watts and pytest.approx(watts * found.chips / 1e3 / hourly * 1e6))
+    decode_chips = sum(cell.decode_instances * cell.decode.chips for cell in found.cells)
+    chips = (found.chips - decode_chips, decode_chips) if ask.decode_hardware else (found.chips,)
+    sides = list(zip((ask, ask.of_decode), chips, strict=False))
+    cost, watts = (
+        None
+        if any(value is None for value in each)
+        else sum(value * n for value, (_, n) in zip(each, sides, strict=True))
+        for each in ([side.price for side, _ in sides], [side.hardware.watts for side, _ in sides])
+    )
+    assert found.cost_per_million == (cost and pytest.approx(cost / hourly * 1e6))
+    assert found.kwh_per_million == (watts and pytest.approx(watts / 1e3 / hourly * 1e6))
 
 
 def check_cell(ask: PlanGoal, cell: Cell) -> None:
     """Fits in memory, divides, and stands on whole nodes or an even part of one."""
-    node, heads, moe = ask.hardware.node_chips, ask.model.attention.heads, ask.model.moe
-    for pool in (cell.prefill, cell.decode):
-        setup = pool.setup
-        assert setup.ep == pool.chips * ask.hardware.ranks
+    heads, moe = ask.model.attention.heads, ask.model.moe
+    decode_chip = ask.of_decode.hardware
+    for pool, hardware in ((cell.prefill, ask.hardware), (cell.decode, decode_chip)):
+        setup, node = pool.setup, hardware.node_chips
+        assert setup.ep == pool.chips * hardware.ranks
         assert pool.chips % node == 0 or node % pool.chips == 0
         assert heads % setup.tp == 0 and setup.ep % setup.tp == 0
         if moe is not None:
             replicas = ceil(moe.experts / 8)
-            assert any((moe.experts + copies * replicas) % setup.ep == 0 for copies in range(3))
-        assert footprint(ask.hardware, ask.model, setup).kv > 0
-    room = footprint(ask.hardware, ask.model, cell.decode.setup)
+            assert any((moe.experts + copies * replicas) % setup.holding_ranks == 0 for copies in range(3))
+        assert footprint(hardware, ask.model, setup).kv > 0
+    room = footprint(decode_chip, ask.model, cell.decode.setup)
     kv_bytes = cell.decode.batch * (ask.input_tokens + ask.output_tokens) * room.kv_per_token
     new_share = 1.0 - ask.cached_tokens / ask.input_tokens * cell.prefill.read_share
     batch_bytes = (cell.prefill.tokens - 1) / new_share * room.kv_per_token
@@ -159,3 +168,44 @@ def test_a_context_too_long_for_any_rank() -> None:
 def test_odd_wishes_are_refused(changes: dict[str, object]) -> None:
     with pytest.raises(InvalidRequest):
         ask_of(**changes)
+
+
+def test_experts_on_ranks_of_their_own_are_considered() -> None:
+    """Listed beside the others, whether they win or not; what a chip carries counts the ranks without requests."""
+    found = plan_384().best_parted
+    assert found is not None
+    pool = next(cell.decode for cell in found.cells if cell.decode.setup.expert_ranks)
+    setup, ask = pool.setup, ask_of()
+    assert setup.attention_ranks + setup.expert_ranks == setup.ep and setup.microbatches == 2
+    per_instance = pool.batch * setup.attention_ranks / (pool.step.seconds / setup.tokens_per_step)
+    assert pool.tokens_per_s_per_chip * pool.chips == pytest.approx(per_instance)
+    experts = footprint(ask.hardware, ask.model, replace(setup, expert_ranks=setup.ep - setup.expert_ranks))
+    assert footprint(ask.hardware, ask.model, setup).kv > 0 and experts.available > 0
+
+
+def test_prefill_and_decode_on_two_kinds_of_hardware() -> None:
+    pr, dt = named_hardware("ascend-950pr"), named_hardware("ascend-950dt")
+    work = {"input_tokens": 1024, "output_tokens": 2048, "chips": 128, "price_per_hour": 2.0}
+    ask = ask_of(hardware=pr, decode_hardware=dt, **work)
+    plan = make_plan(ask)
+    for found in plan.deployments:
+        check(ask, found)
+        cell = found.main
+        sizes = (cell.prefill_instances * cell.prefill.chips, cell.decode_instances * cell.decode.chips)
+        assert (
+            sum(ceil(size / pr.node_chips) * pr.node_chips for size in sizes) <= 128 and pr.node_chips == dt.node_chips
+        )
+        assert not cell.shared
+    best = plan.deployments[0].requests_per_s
+    assert best_deployment(replace(ask, chips=160)).requests_per_s >= best
+    alike = best_deployment(replace(ask, decode_hardware=pr)).requests_per_s
+    assert best > alike, "a chip with faster memory decodes faster"
+    assert best > 0.7 * best_deployment(ask_of(hardware=dt, **work)).requests_per_s, "and prefill needs little of it"
+
+
+def test_two_kinds_of_hardware_that_do_not_go_together() -> None:
+    pr, h200 = named_hardware("ascend-950pr"), named_hardware("h200")
+    with pytest.raises(InvalidRequest, match="currencies"):
+        ask_of(hardware=pr, decode_hardware=h200)
+    with pytest.raises(InvalidRequest, match="no fp4"):
+        ask_of(hardware=pr, decode_hardware=h200, precision="fp4", price_per_hour=1.0)

@@ -15,7 +15,8 @@ from tripool.cli.options import options_from
 class PlanOptions:
     model: Annotated[str, typer.Option(help="deepseek-r1, kimi-k2, ...; or the path of a config.json.")] = "deepseek-r1"
     hardware: Annotated[
-        str, typer.Option(help="ascend-910c, h100, ...; `this` probes; or the path of a TOML file.")
+        str,
+        typer.Option(help="ascend-910c, h100, ...; `this` probes; a TOML file; two with +: prefill's and decode's."),
     ] = "ascend-910c"
     chips: Annotated[int, typer.Option(min=1, max=10**6, help="How many there are.")] = 384
     input_len: Annotated[float | None, typer.Option(min=1, help="Mean prompt tokens.")] = None

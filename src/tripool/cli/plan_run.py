@@ -51,8 +51,10 @@ def run(given: PlanOptions) -> None:
         raise InvalidRequest("--rows is for --validate", hint="add --validate", param="rows")
     asks = _requests(given)
     work = measure_trace(asks) if asks else _means(given)
+    hardware, plus, other = (given.hardware, "", "") if Path(given.hardware).exists() else given.hardware.partition("+")
     goal = PlanGoal(
-        model=planned_model(given.model), hardware=planned_hardware(given.hardware), chips=given.chips,
+        model=planned_model(given.model), hardware=planned_hardware(hardware), chips=given.chips,
+        decode_hardware=planned_hardware(other) if plus else None,
         input_tokens=work.input_tokens, output_tokens=work.output_tokens, lengths=lengths_of(work, given.cached),
         cached_share=min(MOST_CACHED, work.cached_share) if given.cached is None else given.cached,
         ttft_s=given.ttft / 1e3, tpot_s=given.tpot / 1e3, precision=given.precision, accept=given.accept,
@@ -112,6 +114,8 @@ def _simulated(
     """The check, or why there is none."""
     if wanted is False:
         return None, "not simulated"
+    if goal.decode_hardware is not None:
+        return None, "not simulated: two kinds of hardware are not modelled there"
     cell = next((cell for cell in found.cells if not cell.shared), None)
     if cell is None:
         return None, "not simulated: one pool that does both prefill and decode is not modelled there"
@@ -153,12 +157,12 @@ def console() -> Console:
 
 def show_plan(ask: PlanGoal, plan: Plan, wanted_per_s: float | None) -> None:
     out, best = console(), plan.deployments[0]
-    out.print(f"[bold]{ask.model.name} on {ask.chips} x {ask.hardware.title}[/]", markup=True)
+    out.print(f"[bold]{ask.model.name} on {ask.chips} x {ask.title}[/]", markup=True)
     out.print(
         f"{ask.input_tokens:,.0f} tokens in ({ask.cached_share:.1%} cached), {ask.output_tokens:,.0f} out; "
         f"TTFT {ask.ttft_s * 1e3:,.0f} ms, TPOT {ask.tpot_s * 1e3:g} ms; {plan.num_considered:,} combinations"
     )
-    out.print(f"{band_words(ask, best)}; {sources_words(ask.hardware)}")
+    out.print(f"{band_words(ask, best)}; {'; '.join(map(sources_words, ask.kinds))}")
     table = Table("prefill", "decode")
     for name in ranked_heads(ask):
         table.add_column(name, justify="right")

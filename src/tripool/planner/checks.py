@@ -120,7 +120,7 @@ _MODEL_MOST = {
 _POOL = {
     "instances": Limit(1, 10**6, whole=True), "chips": _CHIPS, "ep": _SIZE, "tp": _SIZE,
     "microbatches": Limit(1, 2, whole=True), "drafts": Limit(0, 64, whole=True), "accept": _PART,
-    "batch": Limit(1, 10**7, "per rank", whole=True),
+    "batch": Limit(1, 10**7, "per rank", whole=True), "expert_ranks": Limit(0, 10**6, whole=True),
 }  # fmt: skip
 DEPLOYMENT = {
     "version": Limit(1, 1, whole=True),
@@ -134,7 +134,7 @@ DEPLOYMENT = {
     "expected.requests_per_s": Limit(0.0, 1e9),
     "expected.cost_per_million": Limit(0.0, 1e12),
 }
-DEPLOYMENT_TEXTS = ("model", "hardware", "shared", "prefill.precision", "decode.precision")
+DEPLOYMENT_TEXTS = ("model", "hardware", "shared", "prefill.precision", "decode.precision", "decode.hardware")
 
 
 def check_hardware(tree: Mapping[str, Any], report: Report) -> None:

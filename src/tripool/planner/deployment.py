@@ -29,6 +29,8 @@ class Pool:
 class DeploymentFile:
     model: str
     hardware: str
+    decode_hardware: str
+    """The same, but where decode has hardware of its own."""
     chips: int
     shared: bool
     prefill: Pool
@@ -53,7 +55,8 @@ def write_deployment(goal: PlanGoal, found: Deployment, cell: Cell | None = None
         f"version = {VERSION}", f'model = "{_plain(goal.model.name)}"', f'hardware = "{_plain(goal.hardware.name)}"',
         f"chips = {goal.chips if len(found.cells) == 1 else cell.chips}", f"shared = {str(cell.shared).lower()}", "",
         *_pool_lines("prefill", cell.prefill_instances, prefill.chips, prefill.setup, prefill.tokens),
-        *_pool_lines("decode", cell.decode_instances, decode.chips, decode.setup, decode.batch),
+        *_pool_lines("decode", cell.decode_instances, decode.chips, decode.setup, decode.batch)[:-1],
+        *([f'hardware = "{_plain(goal.kinds[-1].name)}"'] if goal.decode_hardware else []), "",
         "[cache]", f"gb = {found.cache_bytes * share / 1e9:.1f}", "",
         "[slo]", f"ttft_ms = {goal.ttft_s * 1e3:g}", f"tpot_ms = {goal.tpot_s * 1e3:g}", "",
         "[workload]", f"input_tokens = {goal.input_tokens:g}", f"output_tokens = {goal.output_tokens:g}",
@@ -68,7 +71,8 @@ def _pool_lines(name: str, instances: int, chips: int, setup: Setup, batch: int)
     return [
         f"[{name}]", f"instances = {instances}", f"chips = {chips}", f"ep = {setup.ep}", f"tp = {setup.tp}",
         f'precision = "{setup.precision}"', f"microbatches = {setup.microbatches}", f"drafts = {setup.drafts}",
-        f"accept = {setup.accept:g}", f"batch = {batch}", "",
+        f"accept = {setup.accept:g}", f"batch = {batch}",
+        *([f"expert_ranks = {setup.expert_ranks}"] if setup.expert_ranks else []), "",
     ]  # fmt: skip
 
 
@@ -89,6 +93,7 @@ def read_deployment(text: str, origin: str) -> DeploymentFile:
         slo, expected, workload = tree["slo"], tree["expected"], tree["workload"]
         return DeploymentFile(
             model=str(tree["model"]), hardware=str(tree["hardware"]), chips=int(tree["chips"]),
+            decode_hardware=str(tree["decode"].get("hardware", tree["hardware"])),
             shared=bool(tree["shared"]), prefill=_pool(tree["prefill"]), decode=_pool(tree["decode"]),
             cache_gb=float(tree["cache"]["gb"]), ttft_ms=float(slo["ttft_ms"]), tpot_ms=float(slo["tpot_ms"]),
             input_tokens=float(workload["input_tokens"]), output_tokens=float(workload["output_tokens"]),
@@ -103,5 +108,6 @@ def _pool(table: Mapping[str, Any]) -> Pool:
     setup = Setup(
         ep=int(table["ep"]), tp=int(table["tp"]), precision=str(table["precision"]), drafts=int(table["drafts"]),
         microbatches=int(table["microbatches"]), accept=float(table["accept"]),
+        expert_ranks=int(table.get("expert_ranks", 0)),
     )  # fmt: skip
     return Pool(instances=int(table["instances"]), chips=int(table["chips"]), setup=setup, batch=int(table["batch"]))

@@ -20,7 +20,7 @@ _OWN_STYLE = """
 
 def render_plan(goal: PlanGoal, plan: Plan) -> str:
     best = plan.deployments[0]
-    title = f"{goal.model.name} on {goal.chips} x {goal.hardware.title}"
+    title = f"{goal.model.name} on {goal.chips} x {goal.title}"
     asked = (
         f"{goal.input_tokens:,.0f} tokens in ({goal.cached_share:.0%} cached), {goal.output_tokens:,.0f} out · "
         f"first token within {goal.ttft_s * 1e3:,.0f} ms, then {goal.tpot_s * 1e3:g} ms per token · "
@@ -72,8 +72,11 @@ def _cell_words(cell: Cell, which: str) -> str:
     instances, batch = cell.prefill_instances, f"{cell.prefill.tokens:,} tokens a rank"
     if which == "decode":
         pool, instances, batch = cell.decode, cell.decode_instances, f"{cell.decode.batch:,} requests a rank"
-    extras = [f"EP{pool.setup.ep}", f"TP{pool.setup.tp}", pool.setup.precision, batch]
-    extras += ["two microbatches"] if pool.setup.microbatches == 2 else []
+    setup = pool.setup
+    extras = [f"EP{setup.ep}", f"TP{setup.tp}", setup.precision, batch]
+    if setup.expert_ranks:
+        extras[:2] = [f"{setup.attention_ranks} ranks of attention, {setup.expert_ranks} of experts"]
+    extras += ["two microbatches"] if setup.microbatches == 2 else []
     extras += ["MTP"] if pool.setup.drafts else []
     extras += ["shared"] if cell.shared else []
     return f"{instances} x {pool.chips} chips: {', '.join(extras)}"
@@ -126,7 +129,7 @@ def _plots(goal: PlanGoal, plan: Plan) -> Iterator[Plot]:
 
 
 def _by_batch(goal: PlanGoal, best: Cell) -> Iterator[Plot]:
-    model = DecodeModel(goal.hardware, goal.model, best.decode.setup)
+    model = DecodeModel(goal.of_decode.hardware, goal.model, best.decode.setup)
     most = max(best.decode.batch * 2, 8)
     sizes = sorted({max(1, round(most * index / _NUM_CURVE)) for index in range(1, _NUM_CURVE + 1)})
     steps = [(size, model.tpot_s(size, goal.mean_context)) for size in sizes]
@@ -135,7 +138,7 @@ def _by_batch(goal: PlanGoal, best: Cell) -> Iterator[Plot]:
     tpot.level(goal.tpot_s * 1e3, f"limit {goal.tpot_s * 1e3:g}")
     tpot.rule(best.decode.batch, f"batch {best.decode.batch}")
     yield tpot
-    rates = [(size, size * goal.hardware.ranks / s) for size, s in steps]
+    rates = [(size, model.tokens_per_s_per_chip(size, goal.mean_context)) for size, _ in steps]
     rate = Plot("Best deployment: throughput by batch", "requests per rank", most, max(r for _, r in rates), "per chip")
     rate.points(((size, r, f"{size} requests: {r:,.0f} tok/s a chip") for size, r in rates), "three")
     rate.rule(best.decode.batch, f"batch {best.decode.batch}")

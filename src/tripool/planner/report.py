@@ -8,7 +8,7 @@ from typing import Any
 
 from tripool.planner.cost import Setup, StepCost
 from tripool.planner.hardware import Hardware
-from tripool.planner.rows import Compared, Verdict, band_of, unseen
+from tripool.planner.rows import Band, Compared, Verdict, band_of, unseen
 from tripool.planner.rows.calibrating import LeftOut
 from tripool.planner.search import Cell, Deployment, Plan, PlanGoal
 
@@ -28,6 +28,7 @@ def plan_data(goal: PlanGoal, plan: Plan) -> dict[str, Any]:
     return {
         "model": goal.model.name,
         "hardware": goal.hardware.name,
+        "decode_hardware": goal.kinds[-1].name,
         "chips": goal.chips,
         "input_tokens": goal.input_tokens,
         "output_tokens": goal.output_tokens,
@@ -65,7 +66,7 @@ def deployment_data(goal: PlanGoal, found: Deployment) -> dict[str, Any]:
         "cost_per_million_output_tokens": found.cost_per_million,
         "currency": goal.money,
         "kwh_per_million_output_tokens": found.kwh_per_million,
-        "watts": None if goal.hardware.watts is None else goal.hardware.watts * found.chips,
+        "watts": found.watts,
         "cache_gb": found.cache_bytes / 1e9,
         **_cell(found.main),
         "tpot_ms": found.tpot_s * 1e3,
@@ -116,15 +117,18 @@ def why(cell: Cell) -> str:
 
 
 def compared_with_shared(plan: Plan) -> str:
-    """The best of separate pools beside the best of one shared pool."""
-    shared, split = plan.best_shared, plan.best_split
+    """The best of separate pools beside the best of one shared pool, and of experts on ranks of their own."""
+    shared, split, parted = plan.best_shared, plan.best_split, plan.best_parted
+    apart = "" if parted is None else f"; experts on ranks of their own {parted.requests_per_s:,.3g}"
+    if shared is None and split is not None and plan.is_mixed:
+        return f"separate pools {split.requests_per_s:,.3g} requests/s; two kinds of hardware share no pool{apart}"
     if shared is None or split is None:
         missing = "one shared pool" if shared is None else "separate pools"
-        return f"no deployment of {missing} meets the SLO on these chips"
+        return f"no deployment of {missing} meets the SLO on these chips{apart}"
     gain = split.requests_per_s / shared.requests_per_s - 1.0
     return (
         f"separate pools {split.requests_per_s:,.3g} requests/s, one shared pool {shared.requests_per_s:,.3g} "
-        f"({gain:+.0%} by separating)"
+        f"({gain:+.0%} by separating){apart}"
     )
 
 
@@ -138,7 +142,13 @@ def band_words(goal: PlanGoal, best: Deployment) -> str:
     faster = {
         "requests/s": best.requests_per_s, "out tok/s/chip": best.requests_per_s * goal.output_tokens / best.chips,
     }  # fmt: skip
-    return band_of(goal.hardware, goal.model).beside(faster, slower)
+    return _band(goal).beside(faster, slower)
+
+
+def _band(goal: PlanGoal) -> Band:
+    """The wider one of two kinds of hardware; none where one has no rows."""
+    bands = [band_of(hardware, goal.model) for hardware in goal.kinds]
+    return max(bands, key=lambda band: (not band.rows, band.within))
 
 
 def sources_words(hardware: Hardware) -> str:
@@ -151,13 +161,12 @@ def sources_words(hardware: Hardware) -> str:
 
 def economy_words(goal: PlanGoal, found: Deployment) -> str:
     """Price and energy per million output tokens of the chips in use, and the chips that are not."""
-    hardware = goal.hardware
     price, energy = "price unknown: give --price", "energy unknown: the hardware's description has no power"
     if found.cost_per_million is not None:
         price = f"{found.cost_per_million:,.2f} {goal.money}"
-    if found.kwh_per_million is not None and hardware.watts is not None:
-        kilowatts = hardware.watts * found.chips / 1e3
-        energy = f"{found.kwh_per_million:,.2f} kWh ({kilowatts:,.1f} kW at {hardware.watts:,.0f} W per chip)"
+    if found.kwh_per_million is not None and found.watts is not None:
+        each = found.watts / found.chips
+        energy = f"{found.kwh_per_million:,.2f} kWh ({found.watts / 1e3:,.1f} kW at {each:,.0f} W per chip)"
     spare = f"; {found.spare_chips} chips spare, not counted" if found.spare_chips else ""
     return f"per million output tokens: {price}, {energy}; {found.chips} chips used{spare}"
 
@@ -172,6 +181,7 @@ def _setup(setup: Setup) -> dict[str, Any]:
     return {
         "ep": setup.ep,
         "tp": setup.tp,
+        "expert_ranks": setup.expert_ranks,
         "precision": setup.precision,
         "microbatches": setup.microbatches,
         "mtp_drafts": setup.drafts,
@@ -181,7 +191,7 @@ def _setup(setup: Setup) -> dict[str, Any]:
 
 def _band_data(goal: PlanGoal, best: Deployment) -> dict[str, Any]:
     """How far the hardware's published rows are from their predictions, and the limits of the best plan's figures."""
-    band = band_of(goal.hardware, goal.model)
+    band = _band(goal)
     return {
         "family": band.family,
         "rows": band.rows,
@@ -191,7 +201,7 @@ def _band_data(goal: PlanGoal, best: Deployment) -> dict[str, Any]:
         "ttft_ms": band.around_time(best.ttft_s * 1e3),
         "cost_per_million": band.around_time(best.cost_per_million) if best.cost_per_million else None,
         "kwh_per_million": band.around_time(best.kwh_per_million) if best.kwh_per_million else None,
-        "sources": sources_words(goal.hardware),
+        "sources": "; ".join(map(sources_words, goal.kinds)),
     }
 
 

@@ -66,7 +66,9 @@ class DecodeModel(_Instance):
         return self.step(requests, context).seconds / self.setup.tokens_per_step
 
     def tokens_per_s_per_chip(self, requests: float, context: float) -> float:
-        return requests * self.hardware.ranks / self.tpot_s(requests, context)
+        """`requests` per rank that has any."""
+        share = self.setup.attention_ranks / self.setup.ep
+        return share * requests * self.hardware.ranks / self.tpot_s(requests, context)
 
     def _scores_s(self, requests: float, query_tokens: int, context: float) -> float:
         """Of one layer, on average over a model's kinds of attention."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import ceil, isfinite, sqrt
 
 from tripool.errors import InvalidRequest
@@ -70,6 +71,8 @@ class PlanGoal:
     currency: str | None = None
     keep_s: float = 600.0
     """How long a finished context should stay in the cache pool."""
+    decode_hardware: Hardware | None = None
+    """Of decode, where it is not that of prefill; `chips` are both kinds together, in nodes of their own."""
 
     def __post_init__(self) -> None:
         for option, (field, least, most) in _LIMITS.items():
@@ -77,9 +80,27 @@ class PlanGoal:
             if value is not None and not (isfinite(value) and least <= value <= most):
                 hint = f"a number from {least:g} to {most:g}"
                 raise InvalidRequest(f"--{option} is {value:g}: out of range", hint=hint, param=option)
-        if self.precision is not None and not self.hardware.supports(self.precision):
-            hint = f"it has {', '.join(self.hardware.flops)}"
-            raise InvalidRequest(f"{self.hardware.title} has no {self.precision}", hint=hint, param="precision")
+        for hardware in self.kinds:
+            if self.precision is not None and not hardware.supports(self.precision):
+                hint = f"it has {', '.join(hardware.flops)}"
+                raise InvalidRequest(f"{hardware.title} has no {self.precision}", hint=hint, param="precision")
+        if self.price_per_hour is None and len({hardware.currency for hardware in self.kinds}) > 1:
+            hint = "--price, for a chip of either kind"
+            raise InvalidRequest("the two kinds of hardware have prices in different currencies", hint=hint)
+
+    @property
+    def kinds(self) -> tuple[Hardware, ...]:
+        """Of prefill, and of decode where it is another."""
+        return (self.hardware,) if self.decode_hardware is None else (self.hardware, self.decode_hardware)
+
+    @property
+    def of_decode(self) -> PlanGoal:
+        """The same goal on the hardware of decode alone."""
+        return self if self.decode_hardware is None else replace(self, hardware=self.kinds[-1], decode_hardware=None)
+
+    @property
+    def title(self) -> str:
+        return " + ".join(hardware.title for hardware in self.kinds)
 
     @property
     def ranks(self) -> int:
@@ -95,6 +116,14 @@ class PlanGoal:
     @property
     def price(self) -> float | None:
         return self.hardware.price_per_hour if self.price_per_hour is None else self.price_per_hour
+
+    def hourly(self, prefill_chips: int, decode_chips: int) -> tuple[float | None, float | None]:
+        """Price of so many chips, and their watts; None where a description does not have them."""
+        used = [(side, chips) for side, chips in ((self, prefill_chips), (self.of_decode, decode_chips)) if chips]
+        return (
+            _total([(side.price, chips) for side, chips in used]),
+            _total([(side.hardware.watts, chips) for side, chips in used]),
+        )
 
     @property
     def money(self) -> str:
@@ -155,3 +184,9 @@ class PlanGoal:
         """What the transfer of its KV adds to a request's mean time per output token."""
         move_s = self.kv_bytes() / self.hardware.plane("transfer").flow_bytes_per_s
         return move_s / max(1.0, self.output_tokens - 1)
+
+
+def _total(each: Sequence[tuple[float | None, int]]) -> float | None:
+    """Of so many chips of each value; None if one is not known."""
+    known = [value * chips for value, chips in each if value is not None]
+    return sum(known) if len(known) == len(each) else None

@@ -56,21 +56,62 @@ def uniform(
     goal: PlanGoal, prefills: Sequence[PrefillPool], decodes: Sequence[DecodePool], shared: Sequence[Cell]
 ) -> Iterator[Deployment]:
     """The best single cell of each parallelism of decode, and of each shared pool."""
-    best: dict[tuple[bool, int, int, str], Cell] = {}
+    best: dict[tuple[bool, int, int, int, str], Cell] = {}
     for decode in decodes:
         setup = decode.setup
         for prefill in _best_of_size(prefills):
             if prefill.setup.precision == setup.precision:
                 found = _match(goal, prefill, decode)
-                kind = (False, setup.ep, setup.tp, setup.precision)
+                kind = (False, setup.ep, setup.tp, setup.expert_ranks, setup.precision)
                 if found is not None and (kind not in best or found.requests_per_s > best[kind].requests_per_s):
                     best[kind] = found
     for cell in shared:
         setup, instances = cell.decode.setup, _usable(goal, goal.chips, cell.chips) // cell.chips
-        kind = (True, setup.ep, setup.tp, setup.precision)
+        kind = (True, setup.ep, setup.tp, 0, setup.precision)
         if instances and (kind not in best or instances * cell.requests_per_s > best[kind].requests_per_s):
             best[kind] = _times(cell, instances)
     yield from (deployment(goal, [cell]) for cell in best.values())
+
+
+def mixed(goal: PlanGoal, prefills: Sequence[PrefillPool], decodes: Sequence[DecodePool]) -> Iterator[Deployment]:
+    """The best cell of each parallelism of decode, with prefill on other hardware: whole nodes of both kinds."""
+    nodes = [hardware.node_chips for hardware in goal.kinds]
+    best: dict[tuple[int, int, int, str], Cell] = {}
+    for decode in decodes:
+        setup = decode.setup
+        kind = (setup.ep, setup.tp, setup.expert_ranks, setup.precision)
+        for prefill in _best_of_size(prefills):
+            if prefill.setup.precision != setup.precision:
+                continue
+            rates = (_prefill_rate(goal, prefill), _decode_rate(goal, decode))
+            counts = _nodes_of_each(goal.chips, nodes, (prefill.chips, decode.chips), rates)
+            rate = min(count * rate for count, rate in zip(counts, rates, strict=True))
+            if rate:
+                needed = [min(n, ceil(rate / each - _SLACK)) for n, each in zip(counts, rates, strict=True)]
+                found = _split_cell(goal, prefill, decode, *needed)
+                if kind not in best or found.requests_per_s > best[kind].requests_per_s:
+                    best[kind] = found
+    yield from (deployment(goal, [cell]) for cell in best.values())
+
+
+def _nodes_of_each(
+    chips: int, nodes: Sequence[int], sizes: tuple[int, int], rates: tuple[float, float]
+) -> tuple[int, int]:
+    """Instances of prefill and of decode on so many chips, in whole nodes of each kind, with the highest rate."""
+
+    def counts(prefill_nodes: int) -> tuple[int, int]:
+        used = prefill_nodes * nodes[0]
+        return used // sizes[0], (chips - used) // nodes[1] * nodes[1] // sizes[1]
+
+    def rate(prefill_nodes: int) -> float:
+        return min(count * each for count, each in zip(counts(prefill_nodes), rates, strict=True))
+
+    low, high = 0, chips // nodes[0]
+    while low < high:  # the fewest nodes of prefill that are not the slower pool
+        middle = (low + high) // 2
+        prefills, decodes = counts(middle)
+        low, high = (middle + 1, high) if prefills * rates[0] < decodes * rates[1] else (low, middle)
+    return counts(max((low, max(0, low - 1)), key=rate))
 
 
 def _match(goal: PlanGoal, prefill: PrefillPool, decode: DecodePool) -> Cell | None:
@@ -214,7 +255,8 @@ def _decode_rate(goal: PlanGoal, pool: DecodePool) -> float:
 
 def _transfer_rate(goal: PlanGoal, chips: int) -> float:
     """Rate of KV transfers when the links of so many chips are full."""
-    return chips * goal.hardware.plane("transfer").bytes_per_s / goal.kv_bytes()
+    bytes_per_s = min(hardware.plane("transfer").bytes_per_s for hardware in goal.kinds)
+    return chips * bytes_per_s / goal.kv_bytes()
 
 
 def _split_cell(goal: PlanGoal, prefill: PrefillPool, decode: DecodePool, prefills: int, decodes: int) -> Cell:
@@ -234,10 +276,11 @@ def _split_cell(goal: PlanGoal, prefill: PrefillPool, decode: DecodePool, prefil
 def deployment(goal: PlanGoal, cells: Sequence[Cell]) -> Deployment:
     used, rate = sum(cell.chips for cell in cells), sum(cell.requests_per_s for cell in cells)
     millions_per_hour = rate * goal.output_tokens * 3600.0 / 1e6
-    watts = goal.hardware.watts
+    decode_chips = sum(cell.decode_instances * cell.decode.chips for cell in cells)
+    price, watts = goal.hourly(used - decode_chips, decode_chips)
     return Deployment(
         cells=tuple(sorted(cells, key=lambda cell: -cell.requests_per_s)), spare_chips=goal.chips - used,
-        cost_per_million=None if goal.price is None else goal.price * used / millions_per_hour,
-        kwh_per_million=None if watts is None else watts * used / 1e3 / millions_per_hour,
+        cost_per_million=None if price is None else price / millions_per_hour,
+        kwh_per_million=None if watts is None else watts / 1e3 / millions_per_hour, watts=watts,
         cache_bytes=rate * goal.keep_s * (goal.input_tokens + goal.output_tokens) * goal.model.kv_bytes_per_token(),
     )  # fmt: skip

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tripool.planner.errors import DoesNotFit, NotReachable
+from tripool.planner.hardware import Hardware
 from tripool.planner.search import pools
 from tripool.planner.search.goal import PlanGoal
-from tripool.planner.search.match import best_mix, uniform
+from tripool.planner.search.match import best_mix, mixed, uniform
 from tripool.planner.search.results import Cell, DecodePool, Deployment, Lever, Plan, Point, PrefillPool
 from tripool.planner.search.setups import all_setups, instance_chips, setups
 
@@ -29,12 +30,20 @@ class _Options:
     def of(cls, goal: PlanGoal, *, split: bool = True, shared: bool = True) -> _Options:
         return cls(
             list(pools.prefill_pools(goal)) if split else [],
-            list(pools.decode_pools(goal)) if split else [],
-            list(pools.shared_cells(goal)) if shared else [],
+            list(pools.decode_pools(goal.of_decode)) if split else [],
+            list(pools.shared_cells(goal)) if shared and goal.decode_hardware is None else [],
         )
 
     def best(self, goal: PlanGoal) -> Deployment | None:
+        if goal.decode_hardware is not None:
+            return max(self.alone(goal), key=lambda found: found.requests_per_s, default=None)
         return best_mix(goal, self.prefills, self.decodes, self.shared)
+
+    def alone(self, goal: PlanGoal) -> Iterator[Deployment]:
+        """Deployments of one cell, one of each kind."""
+        if goal.decode_hardware is not None:
+            return mixed(goal, self.prefills, self.decodes)
+        return uniform(goal, self.prefills, self.decodes, self.shared)
 
 
 def best_deployment(goal: PlanGoal) -> Deployment:
@@ -44,20 +53,24 @@ def best_deployment(goal: PlanGoal) -> Deployment:
 
 def make_plan(goal: PlanGoal) -> Plan:
     best, options = _best(goal)
-    plain = sorted(
-        uniform(goal, options.prefills, options.decodes, options.shared), key=lambda found: -found.requests_per_s
-    )
+    plain = sorted(options.alone(goal), key=lambda found: -found.requests_per_s)
     if plain and plain[0].requests_per_s >= best.requests_per_s * (1.0 - _SAME):
         best = plain.pop(0)
     others = _kept(plain)
     best = replace(best, levers=_levers(goal, best))
     considered = len(options.decodes) + len(options.prefills) + len(options.shared)
     considered += len(options.prefills) * len(options.decodes)
-    return Plan(deployments=(best, *others), front=tuple(front(goal)), num_considered=considered)
+    return Plan(
+        deployments=(best, *others),
+        front=tuple(front(goal.of_decode)),
+        num_considered=considered,
+        is_mixed=len(goal.kinds) > 1,
+    )
 
 
 def _best(goal: PlanGoal) -> tuple[Deployment, _Options]:
-    _check_fit(goal)
+    for side in (goal, goal.of_decode):
+        _check_fit(side)
     options = _Options.of(goal)
     best = options.best(goal)
     if best is None:
@@ -66,13 +79,17 @@ def _best(goal: PlanGoal) -> tuple[Deployment, _Options]:
 
 
 def _kept(ranked: Sequence[Deployment]) -> list[Deployment]:
-    """The best few, among them the best shared pool and the best split, so that they can be compared."""
-    kept = list(ranked[: _KEEP - 1])
-    for shared in (True, False):
-        first = next((found for found in ranked if found.main.shared is shared), None)
-        if first is not None and first not in kept:
-            kept[-1 if shared else -2] = first
-    return sorted(kept, key=lambda found: -found.requests_per_s)
+    """The best few, among them the best of each kind, so that they can be compared: a shared pool, separate pools, and
+    experts on ranks of their own.
+    """
+    kinds = (
+        lambda found: found.main.shared,
+        lambda found: not found.main.shared and not found.is_parted,
+        lambda found: found.is_parted,
+    )
+    firsts = [first for kind in kinds if (first := next(filter(kind, ranked), None)) is not None]
+    others = [found for found in ranked if not any(found is first for first in firsts)]
+    return sorted([*firsts, *others[: _KEEP - 1 - len(firsts)]], key=lambda found: -found.requests_per_s)
 
 
 def front(goal: PlanGoal) -> list[Point]:
@@ -83,7 +100,8 @@ def front(goal: PlanGoal) -> list[Point]:
     for model, most in pools.decode_models(goal):
         for batch in (size for size in _FRONT_BATCHES if size <= most):
             tpot_s = model.tpot_s(batch, goal.mean_context)
-            per_chip, chips = batch * goal.hardware.ranks / tpot_s, instance_chips(goal, model.setup.ep)
+            per_rank = batch / tpot_s * model.setup.attention_ranks / model.setup.ep
+            per_chip, chips = per_rank * goal.hardware.ranks, instance_chips(goal, model.setup.ep)
             points.append(Point(1.0 / tpot_s, per_chip, model.setup, batch, chips))
     best, chosen = 0.0, []
     for point in sorted(points, key=lambda point: (-point.tokens_per_s_per_user, -point.tokens_per_s_per_chip)):
@@ -95,20 +113,24 @@ def front(goal: PlanGoal) -> list[Point]:
 
 def _levers(goal: PlanGoal, chosen: Deployment) -> tuple[Lever, ...]:
     """Repeat the search with one parameter a quarter better, at the chosen precision."""
-    hardware = goal.hardware
     base = replace(goal, precision=chosen.main.decode.setup.precision)
-    faster = {name: rate * _LEVER for name, rate in hardware.flops.items()}
-    planes = tuple(replace(plane, gb_s=plane.gb_s * _LEVER) for plane in hardware.planes)
-    tries = {
-        "a quarter more compute": replace(base, hardware=replace(hardware, flops=faster)),
-        "a quarter more memory bandwidth": replace(
-            base, hardware=replace(hardware, hbm_bytes_per_s=hardware.hbm_bytes_per_s * _LEVER)
+    changes: dict[str, Callable[[Hardware], Hardware]] = {
+        "a quarter more compute": lambda chip: replace(
+            chip, flops={name: rate * _LEVER for name, rate in chip.flops.items()}
         ),
-        "a quarter more memory": replace(base, hardware=replace(hardware, hbm_bytes=hardware.hbm_bytes * _LEVER)),
-        "a quarter more bandwidth on every plane": replace(base, hardware=replace(hardware, planes=planes)),
-        "a TPOT a quarter longer": replace(base, tpot_s=goal.tpot_s * _LEVER),
-        "a TTFT a quarter longer": replace(base, ttft_s=goal.ttft_s * _LEVER),
+        "a quarter more memory bandwidth": lambda chip: replace(chip, hbm_bytes_per_s=chip.hbm_bytes_per_s * _LEVER),
+        "a quarter more memory": lambda chip: replace(chip, hbm_bytes=chip.hbm_bytes * _LEVER),
+        "a quarter more bandwidth on every plane": lambda chip: replace(
+            chip, planes=tuple(replace(plane, gb_s=plane.gb_s * _LEVER) for plane in chip.planes)
+        ),
     }
+    other = goal.decode_hardware
+    tries = {
+        name: replace(base, hardware=change(goal.hardware), decode_hardware=None if other is None else change(other))
+        for name, change in changes.items()
+    }
+    tries["a TPOT a quarter longer"] = replace(base, tpot_s=goal.tpot_s * _LEVER)
+    tries["a TTFT a quarter longer"] = replace(base, ttft_s=goal.ttft_s * _LEVER)
     kinds = {cell.shared for cell in chosen.cells}  # a quarter more seldom makes the other kind the better one
     found = []
     for name, tried in tries.items():
@@ -147,7 +169,7 @@ def _least_chips(goal: PlanGoal) -> int | None:
 def _unreachable(goal: PlanGoal, options: _Options) -> NotReachable:
     """Why no cell was found."""
     if not options.decodes:
-        return _too_slow(goal)
+        return _too_slow(goal.of_decode)
     if not options.prefills:
         return _too_late(goal)
     need = min(pool.chips for pool in options.prefills) + min(pool.chips for pool in options.decodes)

@@ -9,7 +9,7 @@ from math import sqrt
 from tripool.planner.cost import DecodeModel, Footprint, PrefillModel, Setup, StepCost
 from tripool.planner.search.goal import PlanGoal
 from tripool.planner.search.results import Cell, DecodePool, PrefillPool
-from tripool.planner.search.setups import instance_chips, setups
+from tripool.planner.search.setups import instance_chips, parted_setups, setups
 
 MAX_BATCH = 1024
 _PREFILL_RANKS = 64
@@ -25,11 +25,15 @@ _GOLDEN, _ROUNDS, _LITTLE = (sqrt(5) - 1) / 2, 16, 1e-3
 
 
 def decode_models(goal: PlanGoal) -> Iterator[tuple[DecodeModel, int]]:
-    """Every setup that fits, with one and two microbatches; and the largest batch whose KV fits."""
+    """Every setup that fits, with one and two microbatches, and with experts on ranks of their own; and the largest
+    batch whose KV fits.
+    """
     for setup, room in setups(goal, goal.ranks, drafts=_drafts(goal)):
         most = _most_requests(goal, setup, room, room.kv)
         for each in _microbatched(goal, setup):
             yield DecodeModel(goal.hardware, goal.model, each), most
+    for setup, room in parted_setups(goal, drafts=_drafts(goal)):
+        yield DecodeModel(goal.hardware, goal.model, setup), _most_requests(goal, setup, room, room.kv)
 
 
 def decode_pools(goal: PlanGoal) -> Iterator[DecodePool]:
@@ -46,7 +50,8 @@ def decode_pool(goal: PlanGoal, model: DecodeModel, batch: int, stopped_by: str,
     tpot_s = step.seconds / model.setup.tokens_per_step
     return DecodePool(
         setup=model.setup, batch=batch, tpot_s=tpot_s + extra_s, step=step, stopped_by=stopped_by,
-        tokens_per_s_per_chip=batch * goal.hardware.ranks / tpot_s, chips=instance_chips(goal, model.setup.ep),
+        tokens_per_s_per_chip=model.tokens_per_s_per_chip(batch, goal.mean_context),
+        chips=instance_chips(goal, model.setup.ep),
     )  # fmt: skip
 
 

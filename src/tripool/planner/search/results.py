@@ -83,6 +83,7 @@ class Deployment:
     """Per million output tokens, of the chips that are used. None: no price is known."""
     kwh_per_million: float | None
     """Likewise energy. None: the hardware's description has no power."""
+    watts: float | None
     cache_bytes: float
     """Size of the cache pool that keeps finished contexts for `keep_s`."""
     levers: tuple[Lever, ...] = ()
@@ -108,6 +109,11 @@ class Deployment:
         return self.cells[0]
 
     @property
+    def is_parted(self) -> bool:
+        """Attention and experts of decode on ranks of their own."""
+        return any(cell.decode.setup.expert_ranks for cell in self.cells)
+
+    @property
     def is_split(self) -> bool:
         """One prefill pool and one decode pool: what a deployment file and the simulator can hold."""
         return len(self.cells) == 1 and not self.main.shared
@@ -130,6 +136,8 @@ class Plan:
     """The best first."""
     front: tuple[Point, ...]
     num_considered: int
+    is_mixed: bool = False
+    """Prefill and decode on two kinds of hardware."""
 
     @property
     def best_split(self) -> Deployment | None:
@@ -141,3 +149,8 @@ class Plan:
         """The best of one shared pool."""
         alone = (found for found in self.deployments if len(found.cells) == 1)
         return next((found for found in alone if found.main.shared), None)
+
+    @property
+    def best_parted(self) -> Deployment | None:
+        """The best with experts on ranks of their own."""
+        return next((found for found in self.deployments if found.is_parted), None)

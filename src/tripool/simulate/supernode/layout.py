@@ -106,7 +106,11 @@ def lay_out(file: DeploymentFile, hardware: Hardware, model: ModelShape, *, bloc
     if file.shared:
         hint = "give more chips, so that `tripool plan` can part prefill from decode"
         raise InvalidRequest("one pool that does both prefill and decode is not simulated", hint=hint)
+    if file.decode_hardware != file.hardware:
+        hint = "plan and simulate each kind of hardware by itself"
+        raise InvalidRequest("prefill and decode on two kinds of hardware are not simulated", hint=hint)
     token_bytes = round(model.kv_bytes_per_token())
+    replayed = replace(file.decode.setup, microbatches=1, expert_ranks=0)
     prefill, decode = _prefill(file, hardware, model, block_tokens), _decode(file, hardware, model, block_tokens)
     block_bytes = token_bytes * block_tokens
     members = max(1, file.chips // hardware.node_chips)
@@ -117,7 +121,7 @@ def lay_out(file: DeploymentFile, hardware: Hardware, model: ModelShape, *, bloc
         prefill=prefill, decode=decode,
         prefill_times=PrefillTimes.of(PrefillModel(hardware, model, file.prefill.setup)),
         decode_times=DecodeTimes.of(DecodeModel(hardware, model, file.decode.setup)),
-        replay_times=PrefillTimes.of(PrefillModel(hardware, model, replace(file.decode.setup, microbatches=1))),
+        replay_times=PrefillTimes.of(PrefillModel(hardware, model, replayed)),
         links=_links(file, hardware), num_members=members, experts=_experts(model, file.decode.setup),
         member_slots=max(1, int(file.cache_gb * 1e9 / members / block_bytes)),
         block_bytes=block_bytes, token_bytes=token_bytes,
@@ -147,7 +151,7 @@ def _decode(file: DeploymentFile, hardware: Hardware, model: ModelShape, block_t
         num_blocks=max(_LEAST_BLOCKS, tokens // block_tokens), block_tokens=block_tokens, max_running=running,
         step_tokens=running + block_tokens, prefix_reuse=False,
     )  # fmt: skip
-    workers = setup.ep // setup.tp
+    workers = setup.attention_ranks // setup.tp
     return PoolLayout(instances=file.decode.instances, workers=workers, chips=file.decode.chips, config=config)
 
 
@@ -155,7 +159,7 @@ def _experts(model: ModelShape, setup: Setup) -> ExpertRanks | None:
     if model.moe is None or setup.balance != "balanced":
         return None
     routing = named_routing()
-    placed = place_experts(model, setup.ep, routing.redundant_share, setup.balance)
+    placed = place_experts(model, setup.holding_ranks, routing.redundant_share, setup.balance)
     return ExpertRanks(model.moe.experts, placed.routed_ranks, placed.per_rank, routing.popularity)
 
 
