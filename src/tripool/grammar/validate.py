@@ -223,7 +223,7 @@ def _of_number(schema: dict[str, Any], value: Any) -> Iterator[str]:
         yield "exclusiveMinimum"
     if _is_number(below) and value >= below:
         yield "exclusiveMaximum"
-    step = schema.get("multipleOf")
+    step: Any = schema.get("multipleOf")
     if _is_number(step) and step > 0:
         quotient = Decimal(repr(value)) / Decimal(repr(step))
         if quotient != quotient.to_integral_value():

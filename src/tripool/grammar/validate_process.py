@@ -11,6 +11,7 @@ import resource
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 CHECKED = b"checked:"
 _NICE = 10
@@ -25,7 +26,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (task["memory_bytes"], task["memory_bytes"]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.setitimer(signal.ITIMER_PROF, task["cpu_s"])  # the unhandled signal ends the process
-    found = []
+    found: list[dict[str, Any] | None] = []
     for schema, value in task["pairs"]:
         try:
             findings = validate.validated(schema, value, steps=task["steps"])

@@ -26,10 +26,10 @@ def tokenizer() -> Path:
     return made
 
 
-def run(name: str, *words: object, cwd: Path) -> tuple[int, str]:
+def run(name: str, *words: object, cwd: Path, **environment: str) -> tuple[int, str]:
     """A program of this environment: its status, and what it printed."""
     command = [str(Path(sys.executable).parent / name), *map(str, words)]
-    home = {"HOME": str(cwd), "PWD": str(cwd), "HF_HUB_OFFLINE": "1"}
+    home = {"HOME": str(cwd), "PWD": str(cwd), "HF_HUB_OFFLINE": "1", **environment}
     ran = subprocess.run(
         command, cwd=cwd, env=os.environ | home, timeout=_WITHIN_S, stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

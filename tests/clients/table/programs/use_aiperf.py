@@ -12,7 +12,7 @@ def bench(kind: str, *words: str, model: str = MODEL) -> tuple[int, str, dict]:
         "aiperf", "profile", "--model", model, "--url", URL, "--endpoint-type", kind, "--tokenizer", tokenizer(),
         "--request-count", NUM_REQUESTS, "--concurrency", CONCURRENCY, "--synthetic-input-tokens-mean", INPUT_TOKENS,
         "--output-tokens-mean", OUTPUT_TOKENS, "--extra-inputs", "ignore_eos:true", "--ui", "none",
-        "--artifact-dir", cwd / "made", *words, cwd=cwd,
+        "--artifact-dir", cwd / "made", *words, cwd=cwd, HF_HUB_OFFLINE="",  # else it takes no folder for a tokenizer
     )  # fmt: skip
     found = sorted((cwd / "made").rglob("profile_export_aiperf.json"))
     return status, printed, json.loads(found[0].read_text("utf-8")) if found else {}
