@@ -71,3 +71,16 @@ def test_owing_counts_tenants_by_weight() -> None:
     for _ in range(4):
         places.take_off(D0, Slo(tenant="a", weight=2.0, job="x"))
     assert not places.owes(D0, Slo(tenant="c", job="z"))
+
+
+def test_tenants_that_are_gone_are_forgotten_while_others_stay() -> None:
+    slots = DecodeSlots()
+    slots.place(D0, Slo(tenant="stays", weight=2.0))
+    for number in range(5000):
+        slots.place(D0, Slo(tenant=f"gone-{number}"))
+        slots.take_off(D0, Slo(tenant=f"gone-{number}"))
+    assert len(slots._weights) < 1100
+    assert not slots.owes(D0, Slo(tenant="new"))
+    slots.place(D0, Slo(tenant="stays", weight=2.0))
+    slots.place(D0, Slo(tenant="stays", weight=2.0))
+    assert slots.owes(D0, Slo(tenant="new")), "its weight is known: two of three slots for twice the weight"

@@ -37,8 +37,9 @@ class DecodeSlots:
             held[group] = count
         elif not held:
             del self._held[worker_id]
-        if len(self._weights) > 1024 and not self._held:
-            self._weights.clear()
+        if len(self._weights) > 1024 + 2 * sum(map(len, self._held.values())):
+            here = {tenant for groups in self._held.values() for tenant, _ in groups}
+            self._weights = {tenant: self._weights[tenant] for tenant in here}
 
     def owes(self, worker_id: WorkerId, slo: Slo, over: int = 0) -> bool:
         """Whether another tenant, or another request of the same one, would keep at least as many slots after giving
