@@ -68,8 +68,9 @@ def make_requests(tokenizer: Tokenizer, count: int, **params) -> list[Request]:
     return requests
 
 
-def test_seeded_text_is_the_same_alone_in_a_batch_and_after_preemption(parts, tokenizer):
-    requests = make_requests(tokenizer, 32)
+@pytest.mark.parametrize("count", [16, pytest.param(32, marks=pytest.mark.prove)])
+def test_seeded_text_is_the_same_alone_in_a_batch_and_after_preemption(parts, tokenizer, count):
+    requests = make_requests(tokenizer, count)
     alone: dict[tuple[str, int], list[int]] = {}
     for request in requests:
         alone |= tokens(run(make_engine(parts), [request]))
@@ -78,7 +79,7 @@ def test_seeded_text_is_the_same_alone_in_a_batch_and_after_preemption(parts, to
     assert batch.scheduler.num_preemptions == 0
     tight = make_engine(parts, kv_gb=9.5 * BLOCK_GB)
     assert tokens(run(tight, requests)) == alone
-    assert tight.scheduler.num_preemptions > 5
+    assert tight.scheduler.num_preemptions > count // 6
 
 
 def test_choices_differ_share_the_prompt_and_equal_those_of_a_crowd(parts, tokenizer):
