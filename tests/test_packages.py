@@ -142,7 +142,7 @@ def test_a_wheel_is_for_a_kind_of_machine_and_for_every_python(wheel: Path) -> N
     names = {f"src/{name}" for name in zipfile.ZipFile(wheel).namelist()}
     assert {name for name in sources() if not name.endswith((".c", ".h"))} - names == set()
     kernels = {Path(name).stem for name in names if name.endswith(".so")}
-    assert {"_plain", "_copy"} <= kernels <= {"_plain", "_avx2", "_avx512", "_copy"}
+    assert {"_plain", "_copy", "_forward"} <= kernels <= {"_plain", "_avx2", "_avx512", "_copy", "_forward"}
     assert not [name for name in names if name.endswith((".c", ".h"))]
 
 

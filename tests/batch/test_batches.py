@@ -145,7 +145,7 @@ def test_what_is_no_upload_is_refused_and_leaves_nothing(tmp_path: Path) -> None
 def test_without_a_folder_there_are_no_batches() -> None:
     with running_server() as server:
         refused = server.http.get("/v1/batches")
-        assert refused.status_code == 501 and refused.json()["error"]["code"] == "batches_off"
+        assert refused.status_code == 404 and refused.json()["error"]["code"] == "batches_off"
 
 
 def test_a_second_server_may_not_use_the_same_folder(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tripool.fabric.kv_transfer import KvReceiver, KvSender, Lease, Transfer
 from tripool.fabric.shared_memory import BlockTable, SharedMemoryTransfer
 from tripool.messages import KvDescriptor, WorkerId
+from tripool.simulate.hosts import Hosts
 from tripool.simulate.memory import Memory, SimTransfer
 from tripool.simulate.supernode.process import ModelledTransfer
 
@@ -143,7 +144,7 @@ def shared_memory(folder: Path, site: Any) -> Transfer:
 
 def simulated(folder: Path, site: Any) -> Transfer:
     process: Any = SimpleNamespace(pause=lambda doing: None)
-    return SimTransfer(Memory(), process, WORKER, **SHAPE)
+    return SimTransfer(Memory(), process, WORKER, Hosts(), **SHAPE)
 
 
 def modelled(folder: Path, site: Any) -> Transfer:

@@ -97,7 +97,7 @@ def joined(tmp_path: Path, stack: ExitStack, join: str, name: str = "b") -> tupl
     folder.mkdir()
     instance = JoinedInstance("d", folder, LAYOUT)
     listener, address = stack.enter_context(listening())
-    own = OwnHost(name, TOKEN, False, address, join, {}, ("decode",), MACHINE, {"d": (2,)})
+    own = OwnHost(name, TOKEN, False, address, join, {}, ("decode",), machine=MACHINE, ranks={"d": (2,)})
     running = Running(folder, own, listener, leads=False)
     stack.callback(running.stop)
     running.start()

@@ -150,15 +150,9 @@ def register(app: typer.Typer, load: Load) -> None:
                 )  # fmt: skip
                 listening = ListenConfig(listen, token, trusted_network, transfer, second_copy) if listen else None
                 with build_split(
-                    models,
-                    config,
-                    gateway,
-                    pools=pools,
-                    access=access,
-                    weights=weights,
-                    hosts=listening,
+                    models, config, gateway, pools=pools, access=access, weights=weights, hosts=listening,
                     child_options=logs.argv(),
-                ) as split_server:
+                ) as split_server:  # fmt: skip
                     _run_split(split_server, pools)
                 return
             with _loading(load, models[0]) as (loader, progress):

@@ -50,7 +50,7 @@ CREATE = Fields(
 AnswerLine = Callable[[HttpRequest, Api, bytes, str], Coroutine[Any, Any, Response]]
 
 
-class BatchesOff(TripoolError, status=501, code="batches_off"):
+class BatchesOff(TripoolError, status=404, code="batches_off"):
     """This server has no folder for files and batches."""
 
 

@@ -66,7 +66,7 @@ _HUNG_UP = 499
 _WORDS = frozenset(
     {
         "", "v1", "chat", "completions", "messages", "count_tokens", "responses", "cancel", "input_items", "api",
-        "generate", "tags", "ps", "show",
+        "generate", "tags", "ps", "show", "files", "content", "batches",
         "input_tokens", "tokenize", "detokenize", "tokenizer_info", "models", "load",
         "unload", "requests", "explain", "health", "ready", "ping", "version", "metrics", "drain", "pools", "cache",
         "docs", "oauth2-redirect", "redoc", "openapi.json", *GENERATE.split("/"), *REFLECT.split("/"),
