@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -58,10 +59,12 @@ def test_blocks_of_the_other_host_are_found(hosts: tuple[SplitServer, Host]) -> 
     """The prefill worker has room for one prompt only: what it finds again, it finds at the other host."""
     server, _ = hosts
     bodies = make_bodies(10, prompt_tokens=1200, answer_tokens=8, seed=7)
-    for _ in range(2):
+    remote: dict[str, Any] = {"hits": 0}
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not remote["hits"] and time.monotonic() < deadline_s:  # a member that is slow to answer is a miss
         outcomes = ask_all(server, bodies)
         assert [(one.error, one.tokens) for one in outcomes] == [(None, expected(body)) for body in bodies]
-    (remote,) = server.pools()["cache"]
+        (remote,) = server.pools()["cache"]
     assert remote["committed"] > 0 and remote["hits"] > 0 and remote["bad"] == 0, remote
     server.wait_idle(2)
 
