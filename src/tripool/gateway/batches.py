@@ -40,7 +40,7 @@ _WINDOWS_S = {"24h": 86_400}
 _MAX_METADATA, _MAX_NAME_CHARS, _MAX_VALUE_CHARS = 16, 64, 512
 _SLOTS = 32
 """Lines under way where the backend does not say how much it computes at once."""
-_AHEAD = 1.25
+_AHEAD = 3.0
 """Lines under way, per slot: some are read or written while others are computed."""
 CREATE = Fields(
     {"input_file_id": of.TEXT, "endpoint": of.TEXT, "completion_window": of.TEXT, "metadata": of.OBJECT},
