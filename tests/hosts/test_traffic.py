@@ -105,3 +105,16 @@ def test_a_window_fills_the_link_and_hardly_more(rate: float, trip_s: float) -> 
     for num_bytes, round_trip_s in trips[-50:]:
         assert num_bytes >= rate * trip_s, "the link never waits for bytes"
         assert round_trip_s - trip_s <= 2.5e-3, "what is sent next does not wait long"
+
+
+def test_a_link_with_little_to_do_is_not_taken_for_a_slow_one() -> None:
+    """Answers without a block have no bytes: for five seconds of them the best rate would be 0."""
+    link = LinkSchedule()
+    for number in range(100):
+        link.begin(Traffic.MEMORY, number / 10)
+        link.sent(Traffic.MEMORY, 0, number / 10)
+        link.end(Traffic.MEMORY, number / 10, num_left=0)
+    link.begin(Traffic.TRANSFER, 10.0)
+    link.end(Traffic.TRANSFER, 10.0, num_left=2**20)
+    assert link.bytes_per_s >= 1e6
+    link.check()

@@ -28,6 +28,8 @@ class Traffic(Enum):
 SHARES: Mapping[Traffic, float] = {Traffic.MEMORY: 0.7, Traffic.SERVICE: 0.2, Traffic.TRANSFER: 0.1}
 _FIRST_GUESS = 125e6
 """Bytes per second, of a link that nothing has been sent over yet."""
+_LEAST_BYTES_PER_S = 1.25e6
+"""A link over which nothing but a word now and then was sent is not that slow."""
 _BIN_S, _NUM_BINS = 0.1, 50
 """A link carries what it carried in the best of so many stretches of time."""
 _CHUNK_S = 5e-4
@@ -82,7 +84,8 @@ class LinkSchedule:
         if number != self._newest:
             self._newest = number
             self._bins = {known: count for known, count in self._bins.items() if known > number - _NUM_BINS}
-            self.bytes_per_s = max(self._bins.values()) / _BIN_S if self._bins else self.bytes_per_s
+            carried = max(self._bins.values()) / _BIN_S if self._bins else self.bytes_per_s
+            self.bytes_per_s = max(carried, _LEAST_BYTES_PER_S)
         self._bins[number] = self._bins.get(number, 0) + num_bytes
 
     def check(self) -> None:
