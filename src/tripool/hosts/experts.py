@@ -68,7 +68,7 @@ class ExpertLinks:
     def __init__(self, folder: Path, own: OwnHost, tell: Callable[[AnyMessage], object]) -> None:
         self._folder, self._own, self._tell = folder, own, tell
         self._links: dict[tuple[str, str], Link] = {}
-        self._lock = threading.Lock()
+        self._lock, self._closed = threading.Lock(), threading.Event()
 
     def start(self) -> None:
         threading.Thread(target=self._follow, name="tripool-experts", daemon=True).start()
@@ -76,14 +76,20 @@ class ExpertLinks:
     def _follow(self) -> None:
         """Open a link to each host that comes, and close those of hosts that are gone."""
         directory = DirectoryFile(self._folder)
-        while True:
+        while not self._closed.is_set():
             if directory.changed():
                 self._update(directory.hosts)
             with self._lock:
                 links = list(self._links.values())
             for link in links:
                 link.tell_present()
-            time.sleep(_AGAIN_S)
+            self._closed.wait(_AGAIN_S)
+        with self._lock:
+            for link in self._links.values():
+                link.close()
+
+    def close(self) -> None:
+        self._closed.set()
 
     def _update(self, hosts: tuple[wire.Host, ...]) -> None:
         leader = hosts[0].name
@@ -239,7 +245,7 @@ class Link:
                     self._take(kind, data)
         except (OSError, msgspec.DecodeError, ExpertMapError) as error:
             with self._writing:
-                if session != self._session:
+                if session != self._session or self._closed:
                     return
             _LOG.warning("ranks lost", extra={"instance": self.instance, "host": self.peer.name, "reason": str(error)})
             self._lost()

@@ -79,6 +79,8 @@ class HostServer:
                 self._accept()
             self._expire()
         fetcher.close()
+        if self._experts is not None:
+            self._experts.close()
         self._blocks.close()
 
     def _expire(self) -> None:
