@@ -169,7 +169,8 @@ class Scheduler:
 
         prefill, decode = self.prefill, self.decode
         decoding, paused = yield_to_others(self) if self.background.num_open else (decode.running, frozenset())
-        prefill.queue = self._queue() if prefill.waiting else prefill.waiting
+        # What is preempted in this step may start again in it, but no background sequence that is paused.
+        prefill.queue = self._queue() if prefill.waiting or paused else prefill.waiting
         turn = prefill.limit = self.time_shares.next(decoding, chain(prefill.running, prefill.queue))
         decode.left_out, prefill.left_out = self.time_shares.left_out(turn, decoding) | paused, paused
         for task in decode.plan(grow):
