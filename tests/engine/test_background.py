@@ -125,3 +125,15 @@ def test_tokens_do_not_depend_on_pauses(late: bool) -> None:
         return found
 
     assert answers(True) == answers(False)
+
+
+def test_the_end_of_a_background_request_does_not_shorten_the_steps_of_the_next() -> None:
+    """Short steps are for the first token of online requests; a batch that has ended is none."""
+    scheduler = make_scheduler()
+    scheduler.add(background("b", [1, 2, 3], max_tokens=2))
+    assert [step(scheduler, at_s) for at_s in (0.0, 0.1)] == [{"b"}] * 2
+    scheduler.add(background("c", [4, 5, 6], max_tokens=4))
+    assert step(scheduler, 0.2) == {"c"} and scheduler.background.prompt_tokens(1000) == 1000
+    scheduler.add(online("o", [7, 8], max_tokens=1))
+    assert step(scheduler, 0.3) == {"o"} and step(scheduler, 0.4) == {"c"}
+    assert scheduler.background.prompt_tokens(1000) < 1000

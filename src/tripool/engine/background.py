@@ -55,7 +55,7 @@ class Background:
 
     def settled(self, ended_s: float, tasks: Iterable[Task]) -> None:
         self._now_s = ended_s
-        if not self.num_open or not all(task.seq.is_background for task in tasks):
+        if not all(task.seq.is_background for task in tasks):
             self._others_s = ended_s
 
     def plan(self, batch: Sequence[Seq], waiting: Sequence[Seq]) -> None:
