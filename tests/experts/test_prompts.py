@@ -110,8 +110,8 @@ def group(model: str, ranks: int, folder: Path, *, started: bool = True) -> Iter
 
 
 def run(engine: Engine, prompts: Prompts) -> tuple[list[Any], torch.Tensor]:
-    """Tokens, log-probabilities and all KV, that of the MTP layer too: it follows the last step in the next `schedule`,
-    so without `draft` it would be missing here and be written into the next run's zeros."""
+    """Tokens, log-probabilities and all KV, that of the MTP layer too: it follows the last step before the next one is
+    scheduled, so without `draft` it would be missing here and be written into the next run's zeros."""
     engine.executor.runner.kv.zero_()
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=3, ignore_eos=True, logprobs=2)
     generations = LLM(engine).generate(prompts, params)

@@ -95,7 +95,9 @@ async def _run(server: SplitServer, asked: list[Asked], fault: Fault, hop: Hop, 
     clients, seen = Clients(server.url, asked), Seen()
     running = asyncio.ensure_future(clients.run())
     async with httpx.AsyncClient(base_url=server.url, timeout=STREAMS_S) as http:
-        pools, seen.found = await _until_stage(http, stage, running)
+        # Without its supervisor a server refuses what comes later: all streams must be there before.
+        whole = (fault, hop) == ("kill -9", "supervisor")
+        pools, seen.found = await _until_stage(http, stage, running, clients if whole else None)
         if not seen.found:
             return clients, seen
         before = {(worker["worker"], worker["epoch"]) for worker in pools["workers"]}
@@ -126,13 +128,15 @@ async def _run(server: SplitServer, asked: list[Asked], fault: Fault, hop: Hop, 
 
 
 async def _until_stage(
-    http: httpx.AsyncClient, stage: Stage, running: asyncio.Future[list[Outcome]]
+    http: httpx.AsyncClient, stage: Stage, running: asyncio.Future[list[Outcome]], all_of: Clients | None
 ) -> tuple[dict[str, Any], int]:
-    """Until some stream is where the fault shall find it; how many there are, none once all have ended."""
+    """Until some stream is where the fault shall find it, and `all_of` these clients are being served or have been;
+    how many there are, none once all have ended."""
     names = ("packed", "transferring") if stage == "transferring" else (stage,)
     while True:
         pools = (await http.get("/v1/pools")).raise_for_status().json()
-        if found := sum(pools["stages"].get(name, 0) for name in names):
+        found = sum(pools["stages"].get(name, 0) for name in names)
+        if found and (all_of is None or pools["requests"] + all_of.num_served == len(all_of.outcomes)):
             return pools, found
         if running.done():
             return pools, 0

@@ -79,6 +79,11 @@ class Clients:
         self.flowing = asyncio.Event()
         self.leave = asyncio.Event()
 
+    @property
+    def num_served(self) -> int:
+        """Those that have their whole answer."""
+        return sum(len(o.finish) == a.body["n"] for a, o in zip(self.asked, self.outcomes, strict=True))
+
     async def run(self) -> list[Outcome]:
         limits = httpx.Limits(max_connections=self.at_once)
         timeout = httpx.Timeout(DEADLINE_S, pool=None)
