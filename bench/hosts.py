@@ -331,7 +331,7 @@ def main() -> int:
         "encrypted": lambda: pair_rows(False, repetitions, repeat),
         "trusted": lambda: pair_rows(True, repetitions, repeat),
         "links": lambda: link_rows(5 if quick else 9, 2.0),
-        "cache": lambda: cache_rows(2 if quick else 4, 50 if quick else 100),
+        "cache": lambda: cache_rows(10 if quick else 20, 50),
         "decode": lambda: [
             row for trusted in (False, True) for row in decode_rows(trusted, 2 if quick else 4, 100 if quick else 250)
         ],

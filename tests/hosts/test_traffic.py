@@ -72,6 +72,19 @@ def test_what_the_system_still_has_to_send_counts() -> None:
     assert schedule.wait_s(MEMORY, 2**20, 1.001) == 0
 
 
+def test_a_short_read_has_the_link_to_itself_and_a_long_one_does_not() -> None:
+    """KV that had the whole link waits out a cache read of 10 ms; one of a second leaves it its share."""
+    link = ModelledLink(125e6)
+    link.run({TRANSFER}, 2.0)
+    before = link.sent[TRANSFER]
+    link.run({MEMORY, TRANSFER}, 0.01)
+    assert link.sent[TRANSFER] == before
+    link.run({TRANSFER}, 0.1)
+    before = link.sent[TRANSFER]
+    link.run({MEMORY, TRANSFER}, 1.0)
+    assert link.sent[TRANSFER] - before >= 0.9 * SHARES[TRANSFER] * 125e6
+
+
 def test_any_order_of_events_keeps_the_invariants() -> None:
     for seed in range(50):
         rng, schedule, now_s = random.Random(seed), LinkSchedule(), 0.0
@@ -104,7 +117,7 @@ def test_a_window_fills_the_link_and_hardly_more(rate: float, trip_s: float) -> 
         trips.append((window.num_bytes, round_trip_s))
     for num_bytes, round_trip_s in trips[-50:]:
         assert num_bytes >= rate * trip_s, "the link never waits for bytes"
-        assert round_trip_s - trip_s <= 2.5e-3, "what is sent next does not wait long"
+        assert round_trip_s - trip_s <= 1e-3, "what is sent next does not wait long"
 
 
 def test_a_link_with_little_to_do_is_not_taken_for_a_slow_one() -> None:

@@ -7,7 +7,8 @@
 | transfer | KV from prefill to decode | 0.1 |
 
 A class that is alone has the whole link. Together, a class of the table sends before those below it, which get no less
-than their share. Small messages of the service class never wait.
+than their share. A class that had the link to itself has had its share of the next 30 ms: a cache read that takes no
+longer has the link to itself, too. Small messages of the service class never wait.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ _LEAST_BYTES_PER_S = 1.25e6
 _BIN_S, _NUM_BINS = 0.1, 50
 """A link carries what it carried in the best of so many stretches of time."""
 _CHUNK_S = 5e-4
+_AHEAD_S = 0.03
+"""What a class sends without need to wait counts against its share of so much time to come."""
 _LEAST_CHUNK, _MOST_CHUNK = 2**16, 2**20
 
 
@@ -77,8 +80,9 @@ class LinkSchedule:
 
     def sent(self, traffic: Traffic, num_bytes: int, now_s: float) -> None:
         self._count(now_s)
-        # Who had the link to itself has used its credit up: it does not begin with a chunk when another class comes.
-        least = float("-inf") if self._is_behind(traffic, now_s) else 0.0
+        # Who had the link to itself has used its credit up, and that of the near future: it waits when another comes.
+        ahead = -self.shares[traffic] * self.bytes_per_s * _AHEAD_S
+        least = float("-inf") if self._is_behind(traffic, now_s) else ahead
         self._credit[traffic] = max(self._credit[traffic] - num_bytes, least)
         number = int(now_s / _BIN_S)
         if number != self._newest:
@@ -110,9 +114,9 @@ class LinkSchedule:
             self._credit[traffic] = min(self._credit[traffic] + gained, float(self.chunk_bytes))
 
 
-_QUEUE_US = 1500.0
+_QUEUE_US = 600.0
 """Time that bulk may add to the way of what is sent after it."""
-_LEAST_WINDOW, _MOST_WINDOW = 2**16, 2**26
+_LEAST_WINDOW, _MOST_WINDOW = 2**15, 2**26
 
 
 @dataclass(slots=True)
