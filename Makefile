@@ -18,7 +18,7 @@ ARGS ?=
 
 # Half of the tests: those that load torch, and some more, so that both halves take about as long. They run beside the
 # others, after the types are checked, and tell at the end.
-BESIDE := $(wildcard tests/kernels tests/models tests/checkpoints tests/engine tests/grammar tests/tiny tests/test_structured.py tests/test_tiny.py tests/test_walk.py tests/cache tests/experts tests/train tests/quant)
+BESIDE := $(wildcard tests/kernels tests/models tests/checkpoints tests/engine tests/grammar tests/tiny tests/test_structured.py tests/test_tiny.py tests/test_walk.py tests/cache tests/experts tests/train tests/quant tests/planner tests/simulate)
 
 .PHONY: serve test prove peers bench dist tiny clean
 

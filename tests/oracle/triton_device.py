@@ -23,19 +23,23 @@ if not torch.cuda.is_available():
 
     create_dot = interpreter.InterpreterBuilder.create_dot
 
-    def create_dot_of_bfloat16(self, a, b, d, *more):
-        """The interpreter's own multiplies bfloat16 as if its bits were whole numbers.
+    def create_dot_in_float64(self, a, b, d, *more):
+        """In float64, where a sum of such products is exact or nearly so.
 
-        In float64, where a sum of such products is exact or nearly so: BLAS adds in another order for other shapes of
-        a tile, on some CPUs, and what the card promises (a row's bits do not depend on its tile) would not hold here.
+        BLAS adds in another order for other shapes of a tile, on some CPUs, and what the card promises (a row's bits do
+        not depend on its tile) would not hold here. The interpreter's own also multiplies bfloat16 as if its bits were
+        whole numbers.
         """
-        if a.dtype != tl.bfloat16:
+        if a.dtype not in (tl.bfloat16, tl.float32):
             return create_dot(self, a, b, d, *more)
-        a, b = (convert_float(one.data, tl.bfloat16, tl.float32, None).view("f4").astype("f8") for one in (a, b))
-        return interpreter.TensorHandle((d.data + a @ b).astype(d.data.dtype), d.dtype.scalar)
+        if a.dtype == tl.bfloat16:
+            a, b = (convert_float(one.data, tl.bfloat16, tl.float32, None).view("f4") for one in (a, b))
+        else:
+            a, b = a.data, b.data
+        return interpreter.TensorHandle((d.data + a.astype("f8") @ b.astype("f8")).astype(d.data.dtype), d.dtype.scalar)
 
     interpreter._convert_float = convert_float
-    interpreter.InterpreterBuilder.create_dot = create_dot_of_bfloat16
+    interpreter.InterpreterBuilder.create_dot = create_dot_in_float64
 
     patch_tensor = interpreter._patch_lang_tensor
 
