@@ -83,4 +83,6 @@ def _cell(mode: dict[str, Any] | None) -> str:
         return "not run"
     worked = [step for step, failure in mode["failures"].items() if failure is None]
     failed = [step for step, failure in mode["failures"].items() if failure is not None]
-    return f"{len(worked)} steps work" + (f"; fails: {', '.join(failed)}" if failed else "")
+    return f"{len(worked)} {'step works' if len(worked) == 1 else 'steps work'}" + (
+        f"; fails: {', '.join(failed)}" if failed else ""
+    )

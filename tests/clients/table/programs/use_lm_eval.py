@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from load import folder, run, tokenizer
+from load import folder, run
 from steps import HELLO, MODEL, URL, script, step
 
 QUESTIONS = [{"question": f"What comes after {word}?", "choices": [word * 2, "more"]} for word in ("one", "two")]
@@ -29,7 +29,7 @@ def evaluated(tasks: dict[str, str], model: str = MODEL) -> tuple[int, str, dict
     data.write_text("".join(json.dumps(one) + "\n" for one in QUESTIONS), "utf-8")
     for kind, rest in tasks.items():
         (cwd / f"{kind}.yaml").write_text(TASK.format(name=f"made_{kind}", data=data, kind=kind) + rest, "utf-8")
-    address = f"base_url={URL}/v1/completions,model={model},tokenizer={tokenizer()},max_retries=1,max_length=512"
+    address = f"base_url={URL}/v1/completions,model={model},max_retries=1,max_length=512"
     status, printed = run(
         "lm_eval", "--model", "local-completions", "--model_args", f"{address},num_concurrent=2",
         "--include_path", cwd, "--tasks", ",".join(f"made_{kind}" for kind in tasks),
