@@ -6,6 +6,7 @@ graphs, some of them while sequences wait, so this does neither.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -52,13 +53,34 @@ class GraphCapture:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self._device)
         began_s = time.perf_counter()
-        with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool)
+        with _no_collection(), torch.cuda.stream(self._stream):
+            # Other threads serve other models meanwhile: what they call must not end this capture.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 yield graph
             finally:
-                graph.capture_end()
+                self._end(graph)
                 self.capture_s += time.perf_counter() - began_s
+
+    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            # The allocator takes the pool of a broken capture to be recording still, and refuses the next capture.
+            self._pool = torch.cuda.graph_pool_handle()
+            raise
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """A collection could find graphs of an engine that is gone, and destroying a graph breaks a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class _Address:
