@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +21,13 @@ from tripool.sequence import Work
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 CUDA = torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def _device_to_itself() -> None:
+    """An engine that is gone holds its memory until it is collected."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def test_a_checkpoint_read_on_the_device_has_the_values_of_one_read_on_the_host() -> None:
