@@ -14,6 +14,7 @@ import asyncio
 import gc
 import itertools
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -168,7 +169,7 @@ class Client:
             "client_cpu_share": cpu_s / max(measured.duration_s, 1e-9),
             "client_lag_p99_ms": percentile(measured.client_lags_s, 0.99) * 1e3 if measured.client_lags_s else 0.0,
             "tokens_per_event": tokens / max(events, 1),
-            "errors": dict(Counter(f"{one.error}: {one.detail}"[:200] for one in measured.samples if not one.ok)),
+            "errors": dict(Counter(_kind(one) for one in measured.samples if not one.ok)),
         }
 
     async def _run(self, arrivals: Sequence[Arrival], at_once: int | None, end_s: float | None) -> Measured:
@@ -184,6 +185,11 @@ class Client:
             return await run.go(shots, concurrency=at_once)
         finally:
             client.close()
+
+
+def _kind(failed: Sample) -> str:
+    """What it failed with, without the figures in which one refusal differs from the next."""
+    return f"{failed.error}: {re.sub(r'[0-9]+', 'N', failed.detail)}"[:200]
 
 
 def stamps_of(samples: Sequence[Sample], arrivals: Sequence[Arrival]) -> Stamps:
