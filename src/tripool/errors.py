@@ -45,8 +45,8 @@ class ContextOverflow(InvalidRequest, code="context_length_exceeded"):
     @classmethod
     def of(cls, context_tokens: int, what: str, *, hint: str, param: str = "prompt") -> ContextOverflow:
         """Begins with the words by which clients recognise this error and shorten their conversation."""
-        told = f"this model's maximum context length is {context_tokens} tokens, and {what}"
-        return cls(told, hint=hint, param=param)
+        message = f"this model's maximum context length is {context_tokens} tokens, and {what}"
+        return cls(message, hint=hint, param=param)
 
 
 class ModelNotFound(TripoolError, status=404, code="model_not_found"):

@@ -195,7 +195,7 @@ def test_only_what_is_a_message_is_read() -> None:
     """And nothing but DecodeError is raised for anything else."""
     rng, every = random.Random(9), [*from_workers("r", 1), *to_workers("r", 1)]
     every += [encode(message) for message in (Suspect(PREFILL), Reaped(PREFILL), Ready(PREFILL, 512))]
-    read = 0
+    read = named = 0
     for data in [*mutations(every, 5000, rng), b"\x91" * 100_000, b"\x93\xa4Left\xa2\xff\xfe\x01"]:
         for decoder in (decode, decode_from_worker, decode_to_worker):
             try:
@@ -203,10 +203,12 @@ def test_only_what_is_a_message_is_read() -> None:
             except msgspec.DecodeError:
                 continue
             read += 1
-            worker_id = getattr(message, "life", None)
-            assert worker_id is None or (worker_id.epoch >= 0 and 0 < len(worker_id.name) <= 64)
+            for worker_id in (getattr(message, field) for field in message.__struct_fields__):
+                if isinstance(worker_id, WorkerId):
+                    assert worker_id.epoch >= 0 and 0 < len(worker_id.name) <= 64
+                    named += 1
             assert not isinstance(message, TransferReady) or min(message.lease, message.num_tokens) >= 0
-    assert read > 1000
+    assert read > 1000 and named > 100
 
 
 def test_lines_drop_and_count_what_they_cannot_read() -> None:

@@ -75,6 +75,36 @@ class Lane:
             self._done(job())
 
 
+class Results:
+    """Callbacks of finished jobs, on their way from the threads to the member's loop."""
+
+    def __init__(self) -> None:
+        self._callbacks: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
+        """Keeps callbacks and event descriptor consistent: it is readable exactly when there are callbacks."""
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+    def fileno(self) -> int:
+        return self._wake
+
+    def put(self, callback: Callable[[], None]) -> None:
+        with self._lock:
+            self._callbacks.append(callback)
+            os.eventfd_write(self._wake, 1)
+
+    def call(self) -> None:
+        """Called in the member's loop."""
+        if self._callbacks:
+            with self._lock:
+                os.eventfd_read(self._wake)
+                callbacks, self._callbacks = self._callbacks, []
+            for callback in callbacks:
+                callback()
+
+    def close(self) -> None:
+        os.close(self._wake)
+
+
 class DiskTasks(Protocol):
     """A member's disk tier, called in the member's loop."""
 
@@ -107,29 +137,19 @@ class DiskIo:
         """"opening", "on", or "off: " and the reason."""
         self.tier: DiskTier | None = None
         self._store: DiskStore | None = None
-        self._results: list[Callable[[], None]] = []
-        self._lock = threading.Lock()
-        """Keeps `_results` and the event descriptor consistent: the descriptor is readable exactly when there are
-        results.
-        """
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._results = Results()
         self._purges: list[tuple[bytes, Callable[[], None]]] = []
         """Purges requested before the disk was open."""
-        self._writer, self._reader = (Lane(f"disk-{what}", self._finished) for what in ("write", "read"))
+        self._writer, self._reader = (Lane(f"disk-{what}", self._results.put) for what in ("write", "read"))
         self._writer.put(self._open)
 
     def fileno(self) -> int:
         """Readable when `poll` has something to do."""
-        return self._wake
+        return self._results.fileno()
 
     def poll(self, now_s: float) -> None:
         """Called in the member's loop: take finished jobs and queue the next ones."""
-        if self._results:
-            with self._lock:
-                os.eventfd_read(self._wake)
-                results, self._results = self._results, []
-            for result in results:
-                result()
+        self._results.call()
         if self.tier is None:
             return
         for read in self._tiered_index.take_reads(self.tier):
@@ -151,14 +171,9 @@ class DiskIo:
         if all([self._writer.end(), self._reader.end()]):  # if the disk hangs, its threads still use these
             if self._store is not None:
                 self._store.close()
-            os.close(self._wake)
+            self._results.close()
 
     # ---- in the threads -----------------------------------------------------------------------------------------
-
-    def _finished(self, result: Callable[[], None]) -> None:
-        with self._lock:
-            self._results.append(result)
-            os.eventfd_write(self._wake, 1)
 
     def _open(self) -> Callable[[], None]:
         config, block_bytes = self._config, self._arena.slot_bytes

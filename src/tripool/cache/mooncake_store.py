@@ -12,9 +12,7 @@ The store is a help, never a need: what it does not have or does not say in time
 from __future__ import annotations
 
 import logging
-import os
 import struct
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from tripool.cache.arena import Arena
-from tripool.cache.disk_io import Lane
+from tripool.cache.disk_io import Lane, Results
 from tripool.cache.store_tier import StoreCopy, StoreTier, StoreWrite
 from tripool.cache.tiered_index import Read, TieredIndex
 from tripool.config import StoreConfig
@@ -67,23 +65,16 @@ class MooncakeIo:
         """"opening", "on", or "off: " and the reason."""
         self.tier = StoreTier(num_slots)
         self._store: Any = None
-        self._results: list[Callable[[], None]] = []
-        self._lock = threading.Lock()
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._writer, self._reader = (Lane(f"store-{what}", self._finished) for what in ("write", "read"))
+        self._results = Results()
+        self._writer, self._reader = (Lane(f"store-{what}", self._results.put) for what in ("write", "read"))
         self._writer.put(self._open)
 
     def fileno(self) -> int:
         """Readable when `poll` has something to do."""
-        return self._wake
+        return self._results.fileno()
 
     def poll(self, now_s: float) -> None:
-        if self._results:
-            with self._lock:
-                os.eventfd_read(self._wake)
-                results, self._results = self._results, []
-            for result in results:
-                result()
+        self._results.call()
         if self.state != "on":
             return
         reads = self._tiered_index.take_reads(self.tier)
@@ -103,14 +94,9 @@ class MooncakeIo:
         if all([self._writer.end(), self._reader.end()]):
             if self._store is not None:
                 self._store.close()
-            os.close(self._wake)
+            self._results.close()
 
     # ---- in the threads ---------------------------------------------------------------------------------------------
-
-    def _finished(self, result: Callable[[], None]) -> None:
-        with self._lock:
-            self._results.append(result)
-            os.eventfd_write(self._wake, 1)
 
     def _open(self) -> Callable[[], None]:
         try:
@@ -148,10 +134,10 @@ class MooncakeIo:
             return read, None
         magic, checksum, num_bytes, form, position = _HEAD.unpack_from(value)
         block = memoryview(value)[_HEAD.size :]
-        told = StoreCopy(read.copy.key, read.copy.namespace, position, checksum, num_bytes, form)
+        found = StoreCopy(read.copy.key, read.copy.namespace, position, checksum, num_bytes, form)
         if magic != _MAGIC or len(block) != num_bytes or not 0 < num_bytes <= self._arena.slot_bytes:
-            return replace(read, copy=told), checksum ^ 1  # not what it should be
-        return replace(read, copy=told), self._arena.write(read.slot, block)
+            return replace(read, copy=found), checksum ^ 1  # not what it should be
+        return replace(read, copy=found), self._arena.write(read.slot, block)
 
     def _remove(self, namespace: bytes, then: Callable[[], None]) -> Callable[[], None]:
         if self._store is None:

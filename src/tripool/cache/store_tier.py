@@ -63,7 +63,7 @@ class StoreTier:
         return len(self._pending) + len(self._writing)
 
     def purge(self, namespace: bytes) -> int:
-        """What the store holds of it is removed by whoever moves its bytes."""
+        """What the store holds of it is removed by the object that moves its bytes, `MooncakeIo`."""
         for key in [key for key, write in self._pending.items() if write.record.namespace == namespace]:
             self._drop(key)
         self._known.clear()

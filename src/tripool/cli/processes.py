@@ -152,8 +152,8 @@ def _register_standby(app: typer.Typer) -> None:
 
 
 def _import_slowly() -> None:
-    """After the ranks that serve: nobody waits for a standby. On Linux a priority is a thread's own, and one that was
-    lowered cannot be raised again; so this thread only imports."""
+    """After the ranks that serve: no request waits for a standby. On Linux a priority is a thread's own, and one that
+    was lowered cannot be raised again; so this thread only imports."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _IMPORT_NICE)
     import tripool.engine.load

@@ -213,7 +213,7 @@ def _gateway_config(
     from tripool.gateway.cors import checked_origins
     from tripool.tenants.key_store import default_path
 
-    if batch_dir is None and port:  # a server on a port that nobody chose is not found again
+    if batch_dir is None and port:  # a server on a port of its own choice is not found again
         batch_dir = default_path().parent / "batches" / f"port-{port}"
     return GatewayConfig(
         host=host,

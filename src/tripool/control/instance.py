@@ -1,6 +1,6 @@
 """The ranks of one instance as its supervisor sees them: which are there, and the expert map that follows from that.
 
-The map lies in a file of the run folder, replaced as a whole. Ranks read it when they are told that it changed, and
+The map lies in a file of the run folder, replaced as a whole. Ranks read it when a message says that it changed, and
 from time to time; the gateway reads it for `tripool status`.
 """
 
@@ -66,7 +66,7 @@ class Instance:
 
     def remote(self, rank: int, process: int) -> bool:
         """What is known of a rank on another host: the number of its process, or 0: it is gone. A process that was
-        given up never counts again: it may wait for answers to requests that nobody takes any more."""
+        given up never counts again: it may wait for answers to requests that were given up, too."""
         if process == 0:
             return self.leave(rank)
         if process == self._remote.get(rank):

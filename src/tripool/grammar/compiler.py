@@ -193,8 +193,8 @@ class GrammarCompiler:
         limits = LLParserLimits(verbose_errors=False, **LIMITS)
         matcher = LLMatcher(self._vocabulary, text, log_level=0, limits=limits)
         if matcher.is_error():
-            told = in_words(matcher.get_error(), structure)[:MAX_MESSAGE_CHARS]
-            return Refusal(f"the {structure.kind} cannot be used: {told}", "")
+            reason = in_words(matcher.get_error(), structure)[:MAX_MESSAGE_CHARS]
+            return Refusal(f"the {structure.kind} cannot be used: {reason}", "")
         return Compiled(matcher, self._num_ids)
 
     @cached_property

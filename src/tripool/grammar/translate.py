@@ -62,14 +62,14 @@ def in_words(error: str, structure: Structure) -> str:
     """What llguidance says of a schema, without the grammar around it, which its client has never seen."""
     if structure.kind not in ("json_schema", "tool_calls"):
         return error
-    told = re.split(r"\n +\d+ \| ", error, maxsplit=1)[0]
-    told = re.sub(r"^at \d+\(\d+\): ", "", told).replace("failed to compile JSON schema: ", "").strip()
-    keywords = _UNKNOWN.search(told)
+    message = re.split(r"\n +\d+ \| ", error, maxsplit=1)[0]
+    message = re.sub(r"^at \d+\(\d+\): ", "", message).replace("failed to compile JSON schema: ", "").strip()
+    keywords = _UNKNOWN.search(message)
     if keywords is not None:
         return "no grammar can promise " + keywords[1].replace('"', "'")
-    if "regex parse error" in told or "in regex /" in told:
-        return f"no grammar can promise one of its patterns: {told.rpartition('error: ')[2].partition('; ')[0]}"
-    return next((words for mark, words in _WORDS if mark in told), told)
+    if "regex parse error" in message or "in regex /" in message:
+        return f"no grammar can promise one of its patterns: {message.rpartition('error: ')[2].partition('; ')[0]}"
+    return next((words for mark, words in _WORDS if mark in message), message)
 
 
 def _as_python(escape: re.Match[str]) -> str:

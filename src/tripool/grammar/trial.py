@@ -107,8 +107,8 @@ class Trial:
                 self._verdicts.put(namespace, structure, verdict)
         if verdict:
             hint = _SLOW_HINT if verdict.startswith(trial_process.SLOW) else ""
-            told = in_words(verdict, structure)
-            raise InvalidRequest(f"the {structure.kind} cannot be used: {told}", hint=hint, param=structure.param)
+            reason = in_words(verdict, structure)
+            raise InvalidRequest(f"the {structure.kind} cannot be used: {reason}", hint=hint, param=structure.param)
 
     def _try(self, structure: Structure) -> str:
         """The problem; empty when there is none."""

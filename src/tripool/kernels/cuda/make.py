@@ -69,9 +69,9 @@ def all_rows(
     x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
 ) -> torch.Tensor:
     """Run every expert over every row and weight the results."""
-    told = weights.new_zeros(len(x), len(gate_up)).scatter_(1, experts, weights)
+    row_weights = weights.new_zeros(len(x), len(gate_up)).scatter_(1, experts, weights)
     parts = swiglu(x.to(gate_up.dtype) @ gate_up.mT) @ down.mT  # [experts, rows, hidden]
-    return torch.einsum("erh,re->rh", parts, told.to(parts.dtype))
+    return torch.einsum("erh,re->rh", parts, row_weights.to(parts.dtype))
 
 
 def sorted_rows(
