@@ -35,6 +35,7 @@ class Rank:
 
     def __init__(self, model: str, threads: int) -> None:
         self._engine = load_engine(model, EngineConfig(threads=threads, mtp=False))
+        self._llm = LLM(self._engine)  # once: it reads the tokenizer
         self._network = network = self._engine.executor.runner.model
         self._layers = [layer for layer in network.expert_sublayers if isinstance(layer, Moe8)]
         steps = [layer for layer in self._layers if network.mtp is None or layer is not network.mtp.layer.mlp]
@@ -135,7 +136,7 @@ class Rank:
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
         began_s = time.perf_counter()
         began_cpu_s = time.process_time()
-        LLM(self._engine).generate(prompts, params)
+        self._llm.generate(prompts, params)
         return {"wall_s": time.perf_counter() - began_s, "cpu_s": time.process_time() - began_cpu_s}
 
 
