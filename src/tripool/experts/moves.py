@@ -22,7 +22,7 @@ from tripool.experts.expert_map import ExpertMap
 from tripool.experts.placement import EMPTY, Loads, Table, expert_ranks, put, rank_loads
 
 MIN_GAIN = 0.02
-"""Of a mean rank's load: a layer is left as it is if neither its busiest rank nor all heavy ranks together gain that."""
+"""Of a mean rank's load: a layer stays as it is if neither its busiest rank nor all heavy ranks together gain that."""
 _LEVEL = 1.02
 """Times the mean: what a rank has above it is excess."""
 
