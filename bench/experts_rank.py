@@ -39,6 +39,7 @@ class Rank:
         self._network = network = self._engine.executor.runner.model
         self._layers = [layer for layer in network.expert_sublayers if isinstance(layer, Moe8)]
         steps = [layer for layer in self._layers if network.mtp is None or layer is not network.mtp.layer.mlp]
+        self._step_layers = len(steps)
         experts = sum(layer.expert_bytes for layer in steps)
         parts = [part for layer in network._layers for part in (layer.attention, layer.mlp)]
         every = sum(part.num_bytes for part in (*parts, network._head))  # without the MTP layer, which is off
@@ -66,7 +67,11 @@ class Rank:
     def shape(self) -> dict[str, Any]:
         struct = self._layers[0].struct
         sizes = {"experts": struct.experts, "top_k": struct.top_k, "hidden": struct.norm.width}
-        return {"layout": {"layers": len(self._layers), **sizes}, "bytes": self._bytes}
+        return {
+            "layout": {"layers": len(self._layers), **sizes},
+            "bytes": self._bytes,
+            "step_layers": self._step_layers,
+        }
 
     def open(self, path: str, rank: int, microbatch_rows: int = MICROBATCH_ROWS) -> dict[str, Any]:
         if self._exchange is not None:
