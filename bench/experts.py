@@ -29,12 +29,14 @@ from harness import REPO, Origin, Row, print_table, write_json
 from tripool.experts import ExpertMap, balance, imbalance, least_imbalance
 from tripool.experts.balancer import Balancer
 from tripool.experts.levels import Levels
+from tripool.simulate.supernode.expert_ranks import ExpertRanks
 
 LAYERS, TOP_K = 61, 8
 WITHIN_MS, NEAR_BEST, WINDOW_IMBALANCE = 50.0, 1.03, 1.15
 WINDOW_TOKENS, WARM_WINDOWS = 1000, 20  # the first plan is carried out
 WINDOW_STEPS = 16  # of about 64 tokens: so many experts of a layer can be copied until the next window
 SERVING_LAYERS, SEED = 6, 2026
+POPULARITY, HEATS = 0.7, (1.5, 3.0, 9.0, 30.0)
 Loads = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
 
@@ -78,6 +80,8 @@ def balance_rows(quick: bool) -> Iterator[Row]:
         for skew in SKEWS:
             yield placement_row(layout, skew)
     for layout in LAYOUTS[:3]:
+        yield simulated_row(layout)
+    for layout in LAYOUTS[:3]:
         for anew in (True, False):
             yield time_row(layout, anew, repetitions=5 if quick else 25)
     for layout in LAYOUTS[1:4]:
@@ -97,6 +101,21 @@ def placement_row(layout: Layout, skew: str) -> Row:
         name=f"busiest rank / mean, {name}, {skew}", ours=float(reached[worst]), peer=float(best[worst]), unit="x",
         target=None if few else NEAR_BEST, lower_is_better=True, note="peer: lower bound; the worst of 61 layers",
         details={"mean of layers": float(reached.mean()), "bound, mean of layers": float(best.mean())},
+    )  # fmt: skip
+
+
+def simulated_row(layout: Layout) -> Row:
+    """In a simulated deployment one expert gets more rows, and moves follow: the worst of several factors."""
+    name, experts, _, _, slots = layout
+    placed = ExpertRanks(experts, sum(slot > 0 for slot in slots), max(slots), POPULARITY)
+    heats = {factor: placed.heat(factor) for factor in HEATS}
+    worst = max(HEATS, key=lambda factor: heats[factor].balanced / heats[factor].best)
+    heat = heats[worst]
+    return Row(
+        name=f"busiest rank after moves, simulated {name}, hottest expert x {worst:g}",
+        ours=heat.balanced, peer=heat.best, unit="x", target=NEAR_BEST, lower_is_better=True,
+        note=f"over the busiest before; peer: lower bound; {heat.at_once:.2f} until then, {heat.move_steps} steps",
+        details={f"x {factor:g}": each.balanced / each.best for factor, each in heats.items()},
     )  # fmt: skip
 
 

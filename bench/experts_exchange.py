@@ -9,6 +9,7 @@
 | exchange | a layer without shared expert over 32 rows, all experts on an idle rank, less the same on the rank itself |
 | busy rank | 99th percentile of the same layer with one row, while the other rank runs Python, or its own steps |
 | share | a step with an exchange of one rank, which sends and waits for nothing, beside the same step without |
+| dispatch and combine | of two ranks, beside a step: its layers times the exchange above, with a rank's rows |
 | two ranks | output tokens per second of two ranks with one thread each against one process with two |
 | microbatches | the same two ranks, steps computed as two microbatches against as one batch |
 | prompt | time of a prompt of 2,000 tokens that two ranks of one thread compute together, against one of them alone |
@@ -53,7 +54,7 @@ from tripool.kernels.cpu8.exchange import MICROBATCH_ROWS
 SLAB_ROWS = 256
 EXCHANGE_US, BUSY_US = 30.0, 300.0
 BUSY_SINCE_S = 0.5
-SHARE = 1.10
+SHARE, SHARED_BY = 1.10, (8, 32)
 MAX_TOKENS = 64
 OF_FLOOR, AT_LEAST = 0.87, {1: 0.0, 8: 0.65, 32: 0.78}
 LONG_SHARE = 0.6
@@ -66,6 +67,8 @@ class Bench:
     def __init__(self, model: str, folder: Path) -> None:
         self._model, self._folder, self._count = model, folder, 0
         self._slabs = folder
+        self._beyond_us: dict[int, float] = {}
+        """By rows: what an exchange takes, all of whose rows another rank answers, beyond the experts' own time."""
 
     def start(self, threads: int) -> Worker:
         self._count += 1
@@ -93,10 +96,12 @@ class Bench:
     def exchange(self, count: int) -> list[Row]:
         with self.ranks(2, bare=True) as pair:
             layer_us = timed_layer(*pair, count)
-            own, remote = ([statistics.median(layer_us(32, holder)) for _ in range(3)] for holder in (0, 1))
-        beyond = statistics.median(remote) - statistics.median(own)
-        note = f"{statistics.median(remote):.0f} against {statistics.median(own):.0f} us with its own experts"
-        rows = [bound("exchange of 32 rows, beyond the experts' own time", beyond, EXCHANGE_US, note)]
+            for num_rows in (*(at_once // 2 for at_once in SHARED_BY), 32):
+                each = [[statistics.median(layer_us(num_rows, holder)) for holder in (0, 1)] for _ in range(3)]
+                own, remote = (statistics.median(column) for column in zip(*each, strict=True))
+                self._beyond_us[num_rows] = remote - own
+        note = f"{remote:.0f} against {own:.0f} us with its own experts"
+        rows = [bound("exchange of 32 rows, beyond the experts' own time", self._beyond_us[32], EXCHANGE_US, note)]
         with self.ranks(2) as pair:
             layer_us = timed_layer(*pair, count)
             for kind in ("idle", "python", "steps"):
@@ -117,7 +122,7 @@ class Bench:
             experts = ask(rank, "shape")["layout"]["experts"]
             plain = self.start(1)
             ask(rank, "map", epoch=1, ranks=[0] * experts)
-            for at_once in (8, 32):
+            for at_once in SHARED_BY:
                 walls = take_turns(
                     {"over": walls_of([rank], at_once), "plain": walls_of([plain], at_once)}, repetitions
                 )
@@ -154,8 +159,28 @@ class Bench:
                     )
                 )
             both.close()
+            rows += [self.dispatch_share(pair, at_once, shape["step_layers"], repetitions) for at_once in SHARED_BY]
             rows.append(self.microbatches(pair, shape, repetitions))
         return rows
+
+    def dispatch_share(self, pair: Sequence[Worker], at_once: int, layers: int, repetitions: int) -> Row:
+        """Of a step without prompts. It is too much rather than too little: here half of the rows stay, and a rank
+        computes its own experts and the shared one while it waits."""
+        walls = {str(tokens): walls_of(pair, at_once, tokens) for tokens in (1, MAX_TOKENS)}
+        measured = take_turns(walls, repetitions)
+        one, all_tokens = (measured.median(side) for side in walls)
+        assert one is not None and all_tokens is not None
+        step_us = (all_tokens - one) / (MAX_TOKENS - 1) * 1e6
+        return Row(
+            name=f"dispatch and combine of two ranks / a step, {at_once} at once",
+            ours=layers * self._beyond_us[at_once // 2],
+            peer=step_us,
+            unit="us",
+            target=round(SHARE - 1, 2),
+            lower_is_better=True,
+            note=f"{layers} times {self._beyond_us[at_once // 2]:.0f} us",
+            details={"samples_s": measured.samples},
+        )
 
     def microbatches(self, pair: Sequence[Worker], shape: dict[str, Any], repetitions: int) -> Row:
         """128 at once are 64 rows on each rank, or two times 32."""

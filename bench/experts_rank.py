@@ -35,9 +35,11 @@ class Rank:
 
     def __init__(self, model: str, threads: int) -> None:
         self._engine = load_engine(model, EngineConfig(threads=threads, mtp=False))
+        self._llm = LLM(self._engine)  # once: it reads the tokenizer
         self._network = network = self._engine.executor.runner.model
         self._layers = [layer for layer in network.expert_sublayers if isinstance(layer, Moe8)]
         steps = [layer for layer in self._layers if network.mtp is None or layer is not network.mtp.layer.mlp]
+        self._step_layers = len(steps)
         experts = sum(layer.expert_bytes for layer in steps)
         parts = [part for layer in network._layers for part in (layer.attention, layer.mlp)]
         every = sum(part.num_bytes for part in (*parts, network._head))  # without the MTP layer, which is off
@@ -65,7 +67,11 @@ class Rank:
     def shape(self) -> dict[str, Any]:
         struct = self._layers[0].struct
         sizes = {"experts": struct.experts, "top_k": struct.top_k, "hidden": struct.norm.width}
-        return {"layout": {"layers": len(self._layers), **sizes}, "bytes": self._bytes}
+        return {
+            "layout": {"layers": len(self._layers), **sizes},
+            "bytes": self._bytes,
+            "step_layers": self._step_layers,
+        }
 
     def open(self, path: str, rank: int, microbatch_rows: int = MICROBATCH_ROWS) -> dict[str, Any]:
         if self._exchange is not None:
@@ -135,7 +141,7 @@ class Rank:
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
         began_s = time.perf_counter()
         began_cpu_s = time.process_time()
-        LLM(self._engine).generate(prompts, params)
+        self._llm.generate(prompts, params)
         return {"wall_s": time.perf_counter() - began_s, "cpu_s": time.process_time() - began_cpu_s}
 
 

@@ -6,11 +6,12 @@ level the load is.
 A server of the bundled model with one decode instance of two ranks, as `tripool serve --decode 1x2` starts it. Two
 streams run, one on each rank.
 
-- First nothing is killed, while experts move after the load. A gap between two pieces of a stream counts as one while
-  experts move if a replica was copied within half a second of it; the others are those without.
-- In the second half of that time it is counted how many rows each expert is routed and how many each rank is sent, by
-  layer. The busiest rank over the mean, by the rows sent, stands beside `least_imbalance` of the rows routed: below
-  that no placement in those slots comes, also one that had known them.
+- First nothing is killed, and in turns moves are held or experts move after the load, as the supervisor, which runs in
+  this process, has it. A gap between two pieces of a stream counts as one while experts move if a replica was copied
+  within half a second of it; the others are calm.
+- In the second half of the turns in which experts move it is counted how many rows each expert is routed and how many
+  each rank is sent, by layer. The busiest rank over the mean, by the rows sent, stands beside `least_imbalance` of the
+  rows routed: below that no placement in those slots comes, also one that had known them.
 - Then one rank is killed in the middle, in turns. A stall is the longest gap of a stream that begins within 300 ms of
   the kill, client and gateway included. Which stream was on which rank is not asked: the shorter of the two stalls is
   taken for the survivor's, so that row is a lower bound where a stream of the killed rank resumes sooner. Re-entry is
@@ -28,10 +29,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import numpy as np
@@ -39,7 +42,7 @@ import numpy.typing as npt
 
 from harness import Origin, Row, print_table, write_json
 from tripool.config import EngineConfig, GatewayConfig, PoolSize
-from tripool.control.instance import slabs_file
+from tripool.control.instance import Instance, slabs_file
 from tripool.experts import least_imbalance
 from tripool.experts.exchange import SharedView
 from tripool.experts.slabs import attach_slabs
@@ -114,23 +117,33 @@ class Bench:
         many rows that was measured by."""
         folder = Path(self.pools()["join"].removeprefix("ipc://")).parent
         view = SharedView(*attach_slabs(slabs_file(folder, "decode-0")))
-        copied, before = list[float](), None
+        self.watch(view, 1000)  # nobody is slow because it is the first
+        self.moving.clear()
+        self.calm.clear()
+        sums = [np.zeros_like(rows) for rows in counted(view)]
         for number in range(rounds):
-            if number == rounds // 2:
-                before = counted(view)
-            streams, copies = self.streams(1000 + number), int(view.copies[0])
-            while any(stream.is_alive() for stream in streams):
-                if int(view.copies[0]) != copies:
-                    copied.append(time.monotonic())
-                    copies = int(view.copies[0])
-                time.sleep(0.005)
-            for began, gap in (one for stream in streams for one in stream.gaps()):
-                near = any(began - AROUND_S <= at <= began + gap + AROUND_S for at in copied)
-                (self.moving if near else self.calm).append(gap)
-        assert before is not None
-        routed, sent = (after - early for after, early in zip(counted(view), before, strict=True))
+            with moves_held():
+                self.watch(view, 1001 + 2 * number)
+            before = counted(view)
+            self.watch(view, 1002 + 2 * number)
+            if number >= rounds // 2:
+                for total, now, early in zip(sums, counted(view), before, strict=True):
+                    total += now - early
+        routed, sent = sums
         busiest = sent.max(axis=1) / sent.mean(axis=1)
         return busiest / least_imbalance(routed, [SLOTS] * RANKS), int(routed[0].sum())
+
+    def watch(self, view: SharedView, number: int) -> None:
+        """Both streams; their gaps."""
+        copied, streams, copies = list[float](), self.streams(number), int(view.copies[0])
+        while any(stream.is_alive() for stream in streams):
+            if int(view.copies[0]) != copies:
+                copied.append(time.monotonic())
+                copies = int(view.copies[0])
+            time.sleep(0.005)
+        for began, gap in (one for stream in streams for one in stream.gaps()):
+            near = any(began - AROUND_S <= at <= began + gap + AROUND_S for at in copied)
+            (self.moving if near else self.calm).append(gap)
 
     def kill(self, number: int) -> None:
         rank = number % RANKS
@@ -151,6 +164,12 @@ class Bench:
         for began, gap in (one for stream in streams for one in stream.gaps()):
             if killed_s + STALL_S < began < there_s + AROUND_S:
                 self.returning.append(gap)
+
+
+@contextmanager
+def moves_held() -> Iterator[None]:
+    with patch.object(Instance, "balance", lambda instance: False):
+        yield
 
 
 def counted(view: SharedView) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

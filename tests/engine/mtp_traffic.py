@@ -118,7 +118,8 @@ class Told:
     def answers(self) -> dict[tuple[str, int], list[tuple[object, ...]]]:
         """Everything a caller sees of them but the counters."""
         return {
-            key: [(e.index, e.token_id, e.finish_reason, e.logprobs) for e in each] for key, each in self.events.items()
+            key: [(e.index, e.token_id, e.finish_reason, e.logprobs, e.prompt_logprobs) for e in each]
+            for key, each in self.events.items()
         }
 
     def tokens(self) -> dict[tuple[str, int], list[int]]:

@@ -5,7 +5,9 @@ Prompts share beginnings of more than a block; see `engine.mtp_traffic` for what
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from random import Random
 from typing import Any
@@ -36,6 +38,13 @@ def fresh(engine: Engine, *, crowded: bool = False) -> Engine:
 
 
 def request(engine: Engine, number: int, longest: int) -> Request:
+    made = _request(engine, number, longest)
+    if number % 5 != 4:
+        return made
+    return replace(made, params=replace(made.params, prompt_logprobs=number % 3))  # without the prefix cache
+
+
+def _request(engine: Engine, number: int, longest: int) -> Request:
     if engine.name == TINY:
         return mixed_request(number, bundled(engine), longest=longest)
     random, vocab = Random(number), engine.vocab
@@ -50,7 +59,23 @@ def request(engine: Engine, number: int, longest: int) -> Request:
     )
 
 
-def mixed_answers(engine: Engine, numbers: Sequence[int], longest: int, crowded: bool = False) -> Answers:
-    """Everything that callers see. Not a block is left held."""
+def mixed_run(
+    engine: Engine, numbers: Sequence[int], longest: int, crowded: bool = False
+) -> tuple[Answers, Counter[str]]:
+    """Everything that callers see, and how often what the requests are made for has happened; no block is left held."""
     used = fresh(engine, crowded=crowded)
-    return run(used, [request(engine, number, longest) for number in numbers]).answers()
+    told = run(used, [request(engine, number, longest) for number in numbers])
+    events = [event for each in told.events.values() for event in each]
+    happened = Counter(
+        drafts=used.scheduler.num_drafted,
+        accepted=used.scheduler.num_accepted,
+        preemptions=used.scheduler.num_preemptions,
+        hits=sum(event.num_cached_tokens > 0 for event in events),
+        scores=sum(event.logprobs is not None for event in events),
+        prompt_scores=sum(event.prompt_logprobs is not None for event in events),
+    )
+    return told.answers(), happened
+
+
+def mixed_answers(engine: Engine, numbers: Sequence[int], longest: int, crowded: bool = False) -> Answers:
+    return mixed_run(engine, numbers, longest, crowded)[0]

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experts.mixed import mixed_answers
+from experts.mixed import mixed_run
 from tripool import LLM, SamplingParams
 from tripool.config import EngineConfig
 from tripool.engine.engine import Engine
@@ -102,7 +102,7 @@ def _rank(control: Connection, results: Connection, model: str) -> None:
                 exchange.fence(rank, new.epoch)
             exchange.install(new.epoch, new.holders, [r not in new.gone for r in range(new.ranks)])
         elif command in ("run", "mixed"):
-            Thread(target=run, args=(answers if command == "run" else mixed_answers, *arguments), daemon=True).start()
+            Thread(target=run, args=(answers if command == "run" else mixed_run, *arguments), daemon=True).start()
         elif command == "heat":
             heat(engine, *arguments)
         told = {"silence": exchange and exchange.silence_s, "blocks": lambda: engine.scheduler.pool.num_held}

@@ -1,11 +1,13 @@
 """Any number of ranks, any placement, any replicas: every token and log-probability is that of one process.
 
-Mixed requests over processes: drafts, grammars, several choices, hits in the prefix cache; every second rank has so
-little KV that it must preempt. What goes through HTTP and split pools is in `split/test_ranks.py`.
+Mixed requests over processes: drafts, grammars, several choices, hits in the prefix cache, scores of prompts; with
+each map every second rank has so little KV that it must preempt, with the next map the others. What goes through
+HTTP and split pools is in `split/test_ranks.py`.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from itertools import product
@@ -45,14 +47,19 @@ def shared_out(numbers: Sequence[int], ranks: int) -> list[list[int]]:
     return shares
 
 
-def check(model: str, ranks: Instance, numbers: Sequence[int], longest: int = LONGEST) -> None:
+def check(model: str, ranks: Instance, numbers: Sequence[int], turn: int = 0, longest: int = LONGEST) -> Counter[str]:
+    """How often what the requests are made for has happened."""
+    happened = Counter[str]()
     shares = shared_out(numbers, len(ranks.ranks))
     for number, (rank, share) in enumerate(zip(ranks.ranks, shares, strict=True)):
-        rank.ask("mixed", share, longest, number % 2 == 1)
+        rank.ask("mixed", share, longest, (number + turn) % 2 == 1)
     for rank, share in zip(ranks.ranks, shares, strict=True):
         expected = {key: answer for number in share for key, answer in alone(model, number, longest).items()}
-        assert rank.result() == expected
+        told, counts = rank.result()
+        assert told == expected
+        happened += counts
     assert ranks.unanswered() == []
+    return happened
 
 
 def check_maps(
@@ -61,14 +68,22 @@ def check_maps(
     folder: Path,
     maps: Sequence[tuple[str, bool]],
     numbers: Sequence[Sequence[int]],
-) -> None:
+) -> Counter[str]:
+    happened = Counter[str]()
     layout: Layout = layout_of(load(model), len(started), 64)
     with instance(started, layout, folder) as ranks:
         for epoch, ((kind, replicas), some) in enumerate(zip(maps, numbers, strict=True), 2):
             ranks.install(map_of(kind, layout, replicas=replicas, seed=epoch, epoch=epoch))
-            check(model, ranks, some)
+            happened += check(model, ranks, some, epoch)
         for rank in ranks.ranks:
             rank.ask("close")
+    return happened
+
+
+def all_kinds(model: str) -> set[str]:
+    """Drafts need an MTP layer; one with random weights guesses nothing."""
+    drafts = {"drafts"} if load(model).executor.runner.model.mtp is not None else set()
+    return {"preemptions", "hits", "scores", "prompt_scores"} | drafts | ({"accepted"} if model == TINY else set())
 
 
 @pytest.fixture(scope="module")
@@ -96,10 +111,9 @@ def test_other_families(case: str, folders: dict[str, str], tmp_path: Path) -> N
 def test_every_placement_over_three_hundred_requests(
     model: str, ranks: int, folders: dict[str, str], tmp_path: Path
 ) -> None:
-    """The bundled model: all of them with each placement. The others: other ones with each."""
-    numbers = [range(300)] * len(ALL) if model == TINY else [range(i, 300, len(ALL)) for i in range(len(ALL))]
     with processes(folders[model], ranks) as started:
-        check_maps(folders[model], started, tmp_path, ALL, numbers)
+        happened = check_maps(folders[model], started, tmp_path, ALL, [range(300)] * len(ALL))
+    assert all_kinds(folders[model]) <= set(happened), happened
 
 
 @pytest.mark.prove
@@ -107,4 +121,5 @@ def test_one_expert_per_rank(tmp_path: Path) -> None:
     ranks = expert_layers(load(TINY))[0].struct.experts
     assert ranks == 32
     with processes(TINY, ranks) as started:
-        check_maps(TINY, started, tmp_path, [("in order", False)], [range(300)])
+        happened = check_maps(TINY, started, tmp_path, [("in order", False)], [range(300)])
+    assert all_kinds(TINY) <= set(happened), happened

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tripool.errors import ExpertMapError
-from tripool.experts import ExpertMap, MoveStep, balance, imbalance, plan_moves
+from tripool.experts import ExpertMap, MoveStep, balance, imbalance, least_imbalance, plan_moves
 from tripool.experts.placement import EMPTY
 
 
@@ -85,6 +85,16 @@ def test_layers_that_gain_little_stay_and_those_that_gain_most_come_first() -> N
     assert layers[0] == 2 and 0 not in layers
     assert imbalance(steps[-1].after.table, loads)[1:] == pytest.approx([1.0, 1.0])
     assert plan_moves(old, new, 1, loads=loads, min_gain=2.0) == ()
+
+
+def test_a_layer_whose_busiest_rank_alone_gains_moves() -> None:
+    """One slot per rank: what is taken off the busiest rank, another one has more."""
+    loads = np.array([[2.4, 2.035, 0.28, 0.285]])
+    old = ExpertMap(0, 4, np.array([[[0], [1], [1], [2], [3]]], np.int32))
+    new = old.replaced(balance(loads, 5, 1, 1, old=old.table))
+    steps = plan_moves(old, new, 1, loads=loads)
+    assert imbalance(old.table, loads) == pytest.approx([2.4])
+    assert imbalance(steps[-1].after.table, loads) == pytest.approx([2.035]) == least_imbalance(loads, [1] * 5)
 
 
 def test_a_rank_comes_back_and_gets_experts_again() -> None:

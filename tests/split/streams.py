@@ -24,6 +24,8 @@ class Outcome:
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
     finish: dict[int, str] = field(default_factory=dict)
+    logprobs: dict[int, list[float]] = field(default_factory=dict)
+    """Of the tokens, where they were asked for."""
     error: str | None = None
     usage: dict[str, Any] | None = None
     left: bool = False
@@ -123,6 +125,8 @@ class Clients:
         outcome.usage = chunk.get("usage") or outcome.usage
         for choice in chunk["choices"]:
             outcome.tokens.setdefault(choice["index"], []).extend(choice.get("token_ids") or [])
+            if choice.get("logprobs"):
+                outcome.logprobs.setdefault(choice["index"], []).extend(choice["logprobs"]["token_logprobs"])
             if choice["finish_reason"] is not None:
                 outcome.finish[choice["index"]] = choice["finish_reason"]
             self.flowing.set()

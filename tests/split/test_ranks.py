@@ -7,7 +7,7 @@ import contextlib
 import random
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from tripool.experts.slabs import attach_prompts
 from . import faults, forking
 from .serving import DEADLINE_S, SplitServer, split_server
 from .streams import Asked, Clients, Outcome
-from .test_tiny import CONFIG, bodies, mixed, params_of
+from .test_tiny import CONFIG, LEAST, bodies, check, mixed, params_of
 
 FORKING = f"import runpy; runpy.run_path({forking.__file__!r}, run_name='__main__')"
 OPTIONS = ("--precision", "int8", "--threads", "1", "--kv-gb", "0.02")
@@ -42,13 +42,6 @@ def offline() -> Iterator[LLM]:
 def server() -> Iterator[SplitServer]:
     with split_server("tiny", prefill=PREFILL, decode=DECODE, options=OPTIONS, start=FORKING) as running:
         yield running
-
-
-def check(offline: LLM, asked: list[dict[str, Any]], outcomes: list[Outcome]) -> None:
-    for body, outcome in zip(asked, outcomes, strict=True):
-        (alone,) = offline.generate([body["prompt"]], params_of(body))
-        assert outcome.error is None
-        assert outcome.tokens == {choice.index: list(choice.token_ids) for choice in alone.choices}
 
 
 def strike(server: SplitServer, worker: str, fault: Callable[[int], None]) -> int:
@@ -159,6 +152,26 @@ def test_long_prompts_are_shared_by_prefill_ranks(offline: LLM, server: SplitSer
     assert any(int(view.owner(rank)["state"][0]) & 0xFFFFFFFF for rank in range(2)), "a step was shared"
 
 
+def check_prompt_scores(offline: LLM, server: SplitServer, lengths: Sequence[int]) -> None:
+    """Every log-probability of prompts too, which cannot be streamed."""
+    ids = random.Random(8)
+    for length in lengths:
+        body = {"prompt": [ids.randrange(100, 8000) for _ in range(length)], "max_tokens": 3, "seed": length}
+        body |= {"prompt_logprobs": 2, "temperature": 0.7}
+        (choice,) = server.http.post("/v1/completions", json=body).raise_for_status().json()["choices"]
+        (alone,) = offline.generate([body["prompt"]], params_of(body))
+        assert choice["text"] == alone.text and alone.prompt_logprobs is not None
+        shown = [{int(name): one["logprob"] for name, one in each.items()} for each in choice["prompt_logprobs"][1:]]
+        assert shown == [
+            {name: max(score, LEAST) for name, score in (*scores.top, (token, scores.chosen))}
+            for token, scores in zip(body["prompt"][1:], alone.prompt_logprobs, strict=True)
+        ]
+
+
+def test_log_probabilities_of_prompts(offline: LLM, server: SplitServer) -> None:
+    check_prompt_scores(offline, server, (500, 40))
+
+
 def leaked(server: SplitServer) -> list[str]:
     """Files of dead ranks in the run's folder."""
     folder = Path(server.pools()["join"].removeprefix("ipc://")).parent
@@ -193,5 +206,6 @@ def test_three_hundred_mixed_requests_over_ranks(offline: LLM, prefill: str, dec
     with split_server("tiny", prefill=prefill, decode=decode, options=(*OPTIONS[:4], "--kv-gb", "0.2")) as running:
         outcomes = asyncio.run(Clients(running.url, [Asked(body) for body in asked], at_once=48).run())
         assert not [outcome.error for outcome in outcomes if outcome.error], running.log
+        check_prompt_scores(offline, running, (700, 1, 90, 300))
         running.wait_idle(len(running.pools()["workers"]))
     check(offline, asked, outcomes)

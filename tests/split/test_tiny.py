@@ -17,11 +17,13 @@ from tripool.engine.load import load_engine
 from tripool.gateway.structure import read_structure
 
 from .serving import split_server
-from .streams import Asked, Clients
+from .streams import Asked, Clients, Outcome
 
 PROMPTS = ["Once upon a time", "The sea at night is", "A clock that runs backwards", "Bread is made of"]
 AT_ONCE = 48
 """Clients at a time: more would be refused, as trials of grammars wait in a bounded queue."""
+LEAST = -9999.0
+"""What JSON has for minus infinity."""
 CONFIG = EngineConfig(precision="int8", threads=1, kv_gb=0.02)
 
 
@@ -44,7 +46,8 @@ def offline() -> Iterator[LLM]:
 
 
 def mixed(count: int, seed: int = 3) -> list[dict[str, Any]]:
-    """Greedy and seeded, several choices, stops, and a grammar of each kind; drafts are on."""
+    """Greedy and seeded, several choices, stops, and a grammar of each kind, every third with log-probabilities; drafts
+    are on."""
     rng = random.Random(seed)
     person = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 12}, "old": {"type": "boolean"}}}
     wishes: list[dict[str, Any]] = [
@@ -62,6 +65,7 @@ def mixed(count: int, seed: int = 3) -> list[dict[str, Any]]:
             "seed": rng.randrange(2**31),
             "max_tokens": rng.randint(1, 60),
             **rng.choice(wishes),
+            **({"logprobs": 2} if number % 3 == 0 else {}),
         }
         for number in range(count)
     ]
@@ -72,15 +76,22 @@ def params_of(body: dict[str, Any]) -> SamplingParams:
     return replace(SamplingParams.from_options(options), structure=read_structure(body))
 
 
+def check(offline: LLM, asked: list[dict[str, Any]], outcomes: list[Outcome]) -> None:
+    """Every token, and every log-probability that was asked for, is that of the engine alone."""
+    for body, outcome in zip(asked, outcomes, strict=True):
+        (alone,) = offline.generate([body["prompt"]], params_of(body))
+        assert outcome.error is None
+        assert outcome.tokens == {choice.index: list(choice.token_ids) for choice in alone.choices}
+        scores = {choice.index: choice.logprobs for choice in alone.choices if choice.logprobs is not None}
+        assert outcome.logprobs == {index: [max(one.chosen, LEAST) for one in each] for index, each in scores.items()}
+
+
 def compare(offline: LLM, asked: list[dict[str, Any]], *, each: int, kv_gb: str) -> None:
     options = ("--precision", "int8", "--threads", "1", "--kv-gb", kv_gb)
     with split_server("tiny", prefill=each, decode=each, options=options) as server:
         outcomes = asyncio.run(Clients(server.url, [Asked(body) for body in asked], AT_ONCE).run())
         server.wait_idle(2 * each)
-    for body, outcome in zip(asked, outcomes, strict=True):
-        (alone,) = offline.generate([body["prompt"]], params_of(body))
-        assert outcome.error is None
-        assert outcome.tokens == {choice.index: list(choice.token_ids) for choice in alone.choices}
+    check(offline, asked, outcomes)
 
 
 def test_split_over_http_is_the_engine_alone(offline: LLM) -> None:

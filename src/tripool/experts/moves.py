@@ -22,7 +22,7 @@ from tripool.experts.expert_map import ExpertMap
 from tripool.experts.placement import EMPTY, Loads, Table, expert_ranks, put, rank_loads
 
 MIN_GAIN = 0.02
-"""Of a mean rank's load, for all ranks of a layer together: a layer that would gain less is left as it is."""
+"""Of a mean rank's load: a layer stays as it is if neither its busiest rank nor all heavy ranks together gain that."""
 _LEVEL = 1.02
 """Times the mean: what a rank has above it is excess."""
 
@@ -59,7 +59,8 @@ def plan_moves(
     gain = np.full(old.layers, np.inf)
     if loads is not None:
         mean = np.asarray(loads, np.float64).sum(axis=1) / int(expert_ranks(new.table).sum())
-        gain = _excess(old.table, loads, mean) - _excess(new.table, loads, mean)
+        before, after = (rank_loads(each.table, loads) / np.maximum(mean, 1e-300)[:, None] for each in (old, new))
+        gain = np.maximum(_excess(before) - _excess(after), before.max(axis=1) - after.max(axis=1))
     order = [layer for layer in np.argsort(-gain, kind="stable").tolist() if gain[layer] >= min_gain]
     weights = np.ones((old.layers, old.experts)) if loads is None else np.asarray(loads, np.float64)
     shares = weights / new.counts
@@ -81,11 +82,11 @@ def plan_moves(
     return tuple(steps)
 
 
-def _excess(table: Table, loads: npt.ArrayLike, mean: Loads) -> Loads:
-    """(layers,): what heavy ranks have above the mean, in mean ranks. Unlike the maximum, it falls with every move that
-    relieves one of several heavy ranks."""
-    relative = rank_loads(table, loads) / np.maximum(mean, 1e-300)[:, None]
-    return np.asarray(np.maximum(relative - _LEVEL, 0.0).sum(axis=1))
+def _excess(ranks: Loads) -> Loads:
+    """(layers,): what heavy ranks have above the mean, in mean ranks (layers, ranks). Unlike the maximum, it falls with
+    every move that relieves one of several heavy ranks. It may stay as it is while the maximum falls: with one slot per
+    rank, what a replica takes off the busiest rank is added to the rank that makes room for it."""
+    return np.asarray(np.maximum(ranks - _LEVEL, 0.0).sum(axis=1))
 
 
 class _LayerMoves:

@@ -22,6 +22,13 @@ def test_moves_relieve_the_busiest_rank(ranks: int, slots: int) -> None:
     assert placed.heat(1.0).move_steps == 0
 
 
+@pytest.mark.parametrize("factor", [1.5, 3.0, 9.0, 30.0])
+@pytest.mark.parametrize(("ranks", "slots"), [(8, 36), (32, 9), (288, 1)])
+def test_after_the_moves_it_is_as_level_as_slots_allow(ranks: int, slots: int, factor: float) -> None:
+    heat = ExpertRanks(256, ranks, slots, 0.7).heat(factor)
+    assert heat.best <= heat.balanced <= 1.03 * heat.best
+
+
 def test_more_slots_average_more() -> None:
     at_once = [ExpertRanks(256, ranks, slots, 0.4).heat(5.0).at_once for ranks, slots in ((8, 36), (32, 9), (256, 1))]
     assert at_once == sorted(at_once)

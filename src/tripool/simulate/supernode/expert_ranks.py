@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import exp
 from statistics import NormalDist
 
-from tripool.experts import ExpertMap, balance, plan_moves, rank_loads
+from tripool.experts import ExpertMap, balance, least_imbalance, plan_moves, rank_loads
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,8 @@ class Heat:
     at_once: float
     balanced: float
     move_steps: int
+    best: float
+    """What no placement in these slots goes below, however it is balanced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,4 +48,5 @@ class ExpertRanks:
             float(rank_loads(each.table, [given]).max())
             for each, given in ((held, loads), (held, heated), (settled, heated))
         )
-        return Heat(at_once / calm, balanced / calm, len(steps))
+        best = float(least_imbalance([heated], [self.slots] * self.ranks)[0]) * sum(loads) / self.ranks
+        return Heat(at_once / calm, balanced / calm, len(steps), best / calm)
