@@ -12,9 +12,7 @@ The store is a help, never a need: what it does not have or does not say in time
 from __future__ import annotations
 
 import logging
-import os
 import struct
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from tripool.cache.arena import Arena
-from tripool.cache.disk_io import Lane
+from tripool.cache.lanes import Lanes
 from tripool.cache.store_tier import StoreCopy, StoreTier, StoreWrite
 from tripool.cache.tiered_index import Read, TieredIndex
 from tripool.config import StoreConfig
@@ -67,50 +65,35 @@ class MooncakeIo:
         """"opening", "on", or "off: " and the reason."""
         self.tier = StoreTier(num_slots)
         self._store: Any = None
-        self._results: list[Callable[[], None]] = []
-        self._lock = threading.Lock()
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._writer, self._reader = (Lane(f"store-{what}", self._finished) for what in ("write", "read"))
-        self._writer.put(self._open)
+        self._lanes = Lanes("store")
+        self._lanes.writer.put(self._open)
 
     def fileno(self) -> int:
         """Readable when `poll` has something to do."""
-        return self._wake
+        return self._lanes.fileno()
 
     def poll(self, now_s: float) -> None:
-        if self._results:
-            with self._lock:
-                os.eventfd_read(self._wake)
-                results, self._results = self._results, []
-            for result in results:
-                result()
+        self._lanes.settle()
         if self.state != "on":
             return
         reads = self._tiered_index.take_reads(self.tier)
         for start in range(0, len(reads), _READ_AT_ONCE):
-            self._reader.put(partial(self._read, reads[start : start + _READ_AT_ONCE]))
+            self._lanes.reader.put(partial(self._read, reads[start : start + _READ_AT_ONCE]))
         for write in self.tier.next_writes(now_s):
-            self._writer.put(partial(self._write, write))
+            self._lanes.writer.put(partial(self._write, write))
 
     def purge(self, namespace: bytes, then: Callable[[], None]) -> None:
         """`then` is called once the store has removed the tenant's blocks, and never if that fails."""
         if self.state.startswith("off"):
             then()
         else:
-            self._writer.put(partial(self._remove, namespace, then), first=self.state == "on")
+            self._lanes.writer.put(partial(self._remove, namespace, then), first=self.state == "on")
 
     def close(self) -> None:
-        if all([self._writer.end(), self._reader.end()]):
-            if self._store is not None:
-                self._store.close()
-            os.close(self._wake)
+        if self._lanes.close() and self._store is not None:
+            self._store.close()
 
     # ---- in the threads ---------------------------------------------------------------------------------------------
-
-    def _finished(self, result: Callable[[], None]) -> None:
-        with self._lock:
-            self._results.append(result)
-            os.eventfd_write(self._wake, 1)
 
     def _open(self) -> Callable[[], None]:
         try:
