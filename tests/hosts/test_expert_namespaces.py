@@ -44,6 +44,9 @@ class Spread:
     def host(self) -> Host:
         return self.hosts["b"]
 
+    def kill(self, name: str) -> None:
+        kill(self.hosts.pop(name))
+
     def all_there(self, pools: dict[str, Any]) -> bool:
         (instance,) = pools["instances"]
         present = all(rank["present"] for rank in instance["ranks"])
@@ -126,7 +129,7 @@ def faults(two: Spread) -> dict[str, Callable[[], None]]:
         net.unlimit("b", leaving=leaving)
 
     def killed() -> None:
-        kill(two.host)
+        two.kill("b")
         two.join()
 
     def half_open() -> None:
@@ -167,7 +170,7 @@ def test_ranks_on_three_hosts(offline: LLM, trusted: bool) -> None:
     with spread(3, "bc", *(["--trusted-network"] if trusted else [])) as three:
 
         def killed() -> None:
-            kill(three.hosts["c"])
+            three.kill("c")
             three.join("c")
 
         def apart() -> None:
