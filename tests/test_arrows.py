@@ -32,11 +32,12 @@ PURE += tuple(f"bench.{name}" for name in ("page", "prompts", "report", "samples
 PURE += ("control.model_policy", "control.topology", "control.allocation")
 PURE += ("observe.checks", "observe.machine")
 PURE += ("train.plan",)
-PURE += ("hosts.traffic",)
+PURE += ("hosts.traffic", "hosts.silence")
 WORLDLY = {
     f"cache.{name}" for name in ("arena", "client", "copying", "weight_image", "weight_cache", "link", "member", "wire")
 }
 WORLDLY |= {"cache.disk_store", "cache.private_folder", "cache.shared_reads", "cache.disk_io", "cache.mooncake_store"}
+WORLDLY |= {"cache.lanes"}
 WORLDLY |= {"prefill.worker", "decode.worker", "planner.probe"}
 WORLDLY |= {"tenants.key_store", "tenants.usage_log", "tenants.key_watcher"}
 WORLDLY |= {"cache.host", "simulate"}

@@ -12,7 +12,6 @@ import pytest
 from tripool.cache.disk_store import DiskStore
 from tripool.cache.private_folder import NotPrivate, make_private
 from tripool.cache.weight_cache import WeightCache
-from tripool.config import EngineConfig
 from tripool.errors import ArenaError, DiskError
 from tripool.fabric.folder import remove_if_stale, run_folders
 from tripool.serving.disk import disk_of
@@ -112,7 +111,7 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(NotADirectoryError):
             make_private(path)
-    assert disk_of(0.01, tmp_path / "file", "fake", EngineConfig()), "the server goes on without"
+    assert disk_of(0.01, tmp_path / "file", "00" * 16), "the server goes on without"
 
 
 def test_a_disk_folder_is_refused_before_the_server_starts(tmp_path: Path, owned: Callable[[Path, int], None]) -> None:
@@ -120,11 +119,11 @@ def test_a_disk_folder_is_refused_before_the_server_starts(tmp_path: Path, owned
     theirs.mkdir()
     owned(theirs, STRANGER)
     with pytest.raises(DiskError, match="another user"):
-        disk_of(0.01, theirs / "blocks", "fake", EngineConfig())
+        disk_of(0.01, theirs / "blocks", "00" * 16)
     with pytest.raises(DiskError, match="another user"):
         DiskStore.open(theirs / "blocks", bytes(16), num_segments=1, segment_bytes=2**16, block_bytes=64)
     assert not list(theirs.iterdir())
-    assert disk_of(0.01, tmp_path / "ours", "fake", EngineConfig()).folder.is_dir()
+    assert disk_of(0.01, tmp_path / "ours", "00" * 16).folder.is_dir()
 
 
 def test_a_link_with_the_name_of_a_run_is_not_taken_for_one(tmp_path: Path) -> None:

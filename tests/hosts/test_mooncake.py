@@ -73,7 +73,7 @@ def packed(sender, num_blocks: int):  # type: ignore[no-untyped-def]
 @contextmanager
 def sending(folder: Path) -> Iterator[tuple[subprocess.Popen[str], KvDescriptor]]:
     argv = [sys.executable, "-c", SENDER, str(folder)]
-    path = {"PYTHONPATH": str(Path(__file__).parents[1])}
+    path = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
     with subprocess.Popen(
         argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=os.environ | path
     ) as process:

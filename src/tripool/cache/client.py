@@ -176,14 +176,13 @@ class PoolClient:
 
     def fetch(self, keys: Sequence[bytes], into: Sequence[Any], *, namespace: str, first: int = 0) -> int:
         """Find and read in one call: buffers for the blocks from `first` on. Returns how many were filled."""
-        if into:
-            wake_helper(memoryview(into[0]).nbytes)
-        with self.find(keys[: first + len(into)], namespace=namespace, first=first) as prefix:
+        block_bytes = memoryview(into[0]).nbytes if into else 0
+        with self.find(keys[: first + len(into)], namespace=namespace, first=first, block_bytes=block_bytes) as prefix:
             return prefix.read(into)
 
-    def find(self, keys: Sequence[bytes], *, namespace: str, first: int = 0) -> Prefix:
-        """The longest cached part of the chain that starts at position `first`."""
-        prefix = self._hear(self._ask(keys, namespace, first), keys, first)
+    def find(self, keys: Sequence[bytes], *, namespace: str, first: int = 0, block_bytes: int = 0) -> Prefix:
+        """The longest cached part of the chain that starts at position `first`. `block_bytes`: it is read at once."""
+        prefix = self._hear(self._ask(keys, namespace, first, block_bytes), keys, first)
         if self._host_of is not None and prefix.num_blocks:
             prefix.on_read = partial(self._copy_hot, tuple(keys), namespace, first)
         return prefix
@@ -211,10 +210,13 @@ class PoolClient:
                     self._store_at(places, keys, part, namespace, positions[0], form, ())
             at = stop
 
-    def _ask(self, keys: Sequence[bytes], namespace: str, first: int) -> list[_Asked]:
+    def _ask(self, keys: Sequence[bytes], namespace: str, first: int, block_bytes: int) -> list[_Asked]:
         tag = namespace_tag(namespace)
         asked: list[_Asked] = []
-        for link, positions in self._places(keys, first).items():
+        places = self._places(keys, first)
+        if any(link.is_mapped for link in places):
+            wake_helper(block_bytes)
+        for link, positions in places.items():
             wanted = tuple(keys[position] for position in positions)
             asked.append((link, positions, link.find_here(tag, wanted) or link.look_up(tag, wanted)))
         return asked

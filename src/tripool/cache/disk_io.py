@@ -10,9 +10,6 @@ not affected: a pending read becomes a miss, a pending write is dropped.
 from __future__ import annotations
 
 import logging
-import os
-import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,6 +19,7 @@ from tripool.cache.arena import Arena
 from tripool.cache.disk_records import PAGE, DiskCopy, Purge, Write, footprint
 from tripool.cache.disk_store import DiskStore, explain
 from tripool.cache.disk_tier import DiskTier
+from tripool.cache.lanes import Lanes
 from tripool.cache.tiered_index import Read, TieredIndex
 from tripool.config import DiskConfig
 from tripool.errors import DiskError
@@ -29,10 +27,6 @@ from tripool.errors import DiskError
 _LOG = logging.getLogger("tripool.cache")
 _MOST_SEGMENTS = 64
 _SEGMENT_BLOCKS = 4
-_CLOSE_S = 2.0
-
-Job = Callable[[], Callable[[], None]]
-"""Runs in a disk thread and returns a callback for the member's loop."""
 
 
 def geometry(num_bytes: int, block_bytes: int) -> tuple[int, int]:
@@ -44,65 +38,6 @@ def geometry(num_bytes: int, block_bytes: int) -> tuple[int, int]:
         need = 2 * least / 2**30
         raise DiskError(f"{num_bytes / 2**30:.3g} GB of disk hold no blocks", hint=f"at least {need:.2g} GB")
     return num_segments, segment_bytes
-
-
-class Lane:
-    """One thread and its job queue. A daemon thread, so that a hanging disk does not keep the process from ending."""
-
-    def __init__(self, name: str, done: Callable[[Callable[[], None]], None]) -> None:
-        self._done = done
-        self._jobs: deque[Job | None] = deque()
-        self._ready = threading.Semaphore(0)
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def put(self, job: Job | None, *, first: bool = False) -> None:
-        (self._jobs.appendleft if first else self._jobs.append)(job)
-        self._ready.release()
-
-    def end(self) -> bool:
-        """Stop after the current job; returns whether the thread ended in time."""
-        self.put(None, first=True)
-        self._thread.join(_CLOSE_S)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        while True:
-            self._ready.acquire()
-            job = self._jobs.popleft()
-            if job is None:
-                return
-            self._done(job())
-
-
-class Results:
-    """Callbacks of finished jobs, on their way from the threads to the member's loop."""
-
-    def __init__(self) -> None:
-        self._callbacks: list[Callable[[], None]] = []
-        self._lock = threading.Lock()
-        """Keeps callbacks and event descriptor consistent: it is readable exactly when there are callbacks."""
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-
-    def fileno(self) -> int:
-        return self._wake
-
-    def put(self, callback: Callable[[], None]) -> None:
-        with self._lock:
-            self._callbacks.append(callback)
-            os.eventfd_write(self._wake, 1)
-
-    def call(self) -> None:
-        """Called in the member's loop."""
-        if self._callbacks:
-            with self._lock:
-                os.eventfd_read(self._wake)
-                callbacks, self._callbacks = self._callbacks, []
-            for callback in callbacks:
-                callback()
-
-    def close(self) -> None:
-        os.close(self._wake)
 
 
 class DiskTasks(Protocol):
@@ -137,41 +72,38 @@ class DiskIo:
         """"opening", "on", or "off: " and the reason."""
         self.tier: DiskTier | None = None
         self._store: DiskStore | None = None
-        self._results = Results()
         self._purges: list[tuple[bytes, Callable[[], None]]] = []
         """Purges requested before the disk was open."""
-        self._writer, self._reader = (Lane(f"disk-{what}", self._results.put) for what in ("write", "read"))
-        self._writer.put(self._open)
+        self._lanes = Lanes("disk")
+        self._lanes.writer.put(self._open)
 
     def fileno(self) -> int:
         """Readable when `poll` has something to do."""
-        return self._results.fileno()
+        return self._lanes.fileno()
 
     def poll(self, now_s: float) -> None:
         """Called in the member's loop: take finished jobs and queue the next ones."""
-        self._results.call()
+        self._lanes.settle()
         if self.tier is None:
             return
         for read in self._tiered_index.take_reads(self.tier):
-            self._reader.put(partial(self._read, read))
+            self._lanes.reader.put(partial(self._read, read))
         writes = self.tier.next_writes(now_s)
         if writes:
-            self._writer.put(partial(self._write, self.tier, writes))
+            self._lanes.writer.put(partial(self._write, self.tier, writes))
 
     def purge(self, namespace: bytes, then: Callable[[], None]) -> None:
         """Make a purge durable, after the tier itself. `then` is called once it is, and never if that fails."""
         if self.state == "opening":
             self._purges.append((namespace, then))
         elif self.tier is not None:
-            self._writer.put(partial(self._write_purges, self.tier.take_purges(), then), first=True)
+            self._lanes.writer.put(partial(self._write_purges, self.tier.take_purges(), then), first=True)
         elif self._store is not None:  # the tier is off: delete the whole store, other namespaces included
-            self._writer.put(partial(self._remove, then), first=True)
+            self._lanes.writer.put(partial(self._remove, then), first=True)
 
     def close(self) -> None:
-        if all([self._writer.end(), self._reader.end()]):  # if the disk hangs, its threads still use these
-            if self._store is not None:
-                self._store.close()
-            self._results.close()
+        if self._lanes.close() and self._store is not None:  # if the disk hangs, its threads still use it
+            self._store.close()
 
     # ---- in the threads -----------------------------------------------------------------------------------------
 

@@ -50,6 +50,9 @@ class Acquired:
 
 
 class Link:
+    is_mapped = True
+    """Blocks are copied from memory; not from another host's."""
+
     def __init__(self, host: CacheHost, member: str, worker_id: WorkerId, wait_s: float, retry_s: float) -> None:
         self.member = member
         self.arena: Arena | None = None

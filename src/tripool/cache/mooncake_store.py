@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from tripool.cache.arena import Arena
-from tripool.cache.disk_io import Lane, Results
+from tripool.cache.lanes import Lanes
 from tripool.cache.store_tier import StoreCopy, StoreTier, StoreWrite
 from tripool.cache.tiered_index import Read, TieredIndex
 from tripool.config import StoreConfig
@@ -65,36 +65,33 @@ class MooncakeIo:
         """"opening", "on", or "off: " and the reason."""
         self.tier = StoreTier(num_slots)
         self._store: Any = None
-        self._results = Results()
-        self._writer, self._reader = (Lane(f"store-{what}", self._results.put) for what in ("write", "read"))
-        self._writer.put(self._open)
+        self._lanes = Lanes("store")
+        self._lanes.writer.put(self._open)
 
     def fileno(self) -> int:
         """Readable when `poll` has something to do."""
-        return self._results.fileno()
+        return self._lanes.fileno()
 
     def poll(self, now_s: float) -> None:
-        self._results.call()
+        self._lanes.settle()
         if self.state != "on":
             return
         reads = self._tiered_index.take_reads(self.tier)
         for start in range(0, len(reads), _READ_AT_ONCE):
-            self._reader.put(partial(self._read, reads[start : start + _READ_AT_ONCE]))
+            self._lanes.reader.put(partial(self._read, reads[start : start + _READ_AT_ONCE]))
         for write in self.tier.next_writes(now_s):
-            self._writer.put(partial(self._write, write))
+            self._lanes.writer.put(partial(self._write, write))
 
     def purge(self, namespace: bytes, then: Callable[[], None]) -> None:
         """`then` is called once the store has removed the tenant's blocks, and never if that fails."""
         if self.state.startswith("off"):
             then()
         else:
-            self._writer.put(partial(self._remove, namespace, then), first=self.state == "on")
+            self._lanes.writer.put(partial(self._remove, namespace, then), first=self.state == "on")
 
     def close(self) -> None:
-        if all([self._writer.end(), self._reader.end()]):
-            if self._store is not None:
-                self._store.close()
-            self._results.close()
+        if self._lanes.close() and self._store is not None:
+            self._store.close()
 
     # ---- in the threads ---------------------------------------------------------------------------------------------
 
@@ -134,10 +131,10 @@ class MooncakeIo:
             return read, None
         magic, checksum, num_bytes, form, position = _HEAD.unpack_from(value)
         block = memoryview(value)[_HEAD.size :]
-        found = StoreCopy(read.copy.key, read.copy.namespace, position, checksum, num_bytes, form)
+        told = StoreCopy(read.copy.key, read.copy.namespace, position, checksum, num_bytes, form)
         if magic != _MAGIC or len(block) != num_bytes or not 0 < num_bytes <= self._arena.slot_bytes:
-            return replace(read, copy=found), checksum ^ 1  # not what it should be
-        return replace(read, copy=found), self._arena.write(read.slot, block)
+            return replace(read, copy=told), checksum ^ 1  # not what it should be
+        return replace(read, copy=told), self._arena.write(read.slot, block)
 
     def _remove(self, namespace: bytes, then: Callable[[], None]) -> Callable[[], None]:
         if self._store is None:

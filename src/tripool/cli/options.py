@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from functools import wraps
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -33,6 +34,15 @@ _TOKEN = "What all machines of a server share, or @FILE that has it; `serve` mak
 Token = Annotated[str, typer.Option(help=_TOKEN)]
 TrustedNetwork = Annotated[
     bool, typer.Option("--trusted-network", help="Do not encrypt between machines; the same on all of them.")
+]
+DiskGb = Annotated[
+    float | None, typer.Option(min=0.001, help="Disk behind this machine's part of the cache pool; none by default.")
+]
+DiskDir = Annotated[
+    Path | None, typer.Option(help="Where; kept for the next start. The user's cache folder by default.")
+]
+MooncakeStore = Annotated[
+    str, typer.Option(metavar="HOST:PORT", help="A Mooncake Store's master: cached blocks are kept there, too.")
 ]
 PrecisionOf = Annotated[Precision, typer.Option("--precision", help="int8: fast, and exact on a CPU; or float32.")]
 _DEVICE = "cpu, or cuda: bfloat16, and on Hopper 8 bits where the checkpoint has them; or float32."

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from tripool.cli.logs import LogFormat, LogLevel, LogOptions, logged, on_signals
-from tripool.cli.options import Token, TrustedNetwork, engine_options
+from tripool.cli.options import DiskDir, DiskGb, MooncakeStore, Token, TrustedNetwork, engine_options
 from tripool.config import EngineConfig, GatewayConfig
 from tripool.errors import InvalidRequest
 
@@ -55,6 +55,9 @@ def _register_worker(app: typer.Typer) -> None:
         ] = "",
         trusted_network: TrustedNetwork = False,
         cache_gb: Annotated[float, typer.Option(min=0, help="Memory for cached blocks of the whole server.")] = 0.0,
+        disk_gb: DiskGb = None,
+        disk_dir: DiskDir = None,
+        mooncake_store: MooncakeStore = "",
         reserve: Annotated[str, typer.Option(metavar="TENANT", help="Serve this tenant's requests only.")] = "",
         name: Annotated[str | None, typer.Option(hidden=True)] = None,
         instance: Annotated[str, typer.Option(hidden=True)] = "",
@@ -69,10 +72,10 @@ def _register_worker(app: typer.Typer) -> None:
     ) -> None:
         """Compute for a server on this machine or, with its token, on another one."""
         if not join.startswith("ipc://"):
-            logs = LogOptions(log_level, log_format)
             _join_host(
-                join, token, model, role, listen, trusted_network, cache_gb, config.threads, config.kv_gb, reserve,
-                logs=logs,
+                LogOptions(log_level, log_format), join=join, token=token, model=model, role=role, listen=listen,
+                trusted=trusted_network, threads=config.threads, kv_gb=config.kv_gb, reserve=reserve,
+                cache={"gb": cache_gb, "disk_gb": disk_gb, "disk_dir": disk_dir, "mooncake_store": mooncake_store},
             )  # fmt: skip
             return
         from tripool.cache.weight_cache import WeightCache
@@ -110,17 +113,16 @@ def _register_worker(app: typer.Typer) -> None:
                 process.run()
 
 
-def _join_host(*options: Any, logs: LogOptions) -> None:
+def _join_host(logs: LogOptions, *, join: str, cache: dict[str, Any], **options: Any) -> None:
     from tripool.serving.hosts import HostConfig, build_host
+    from tripool.serving.joined_cache import MemberConfig
 
-    join, token, model, role, listen, trusted, cache_gb, threads, kv_gb, reserve = options
     if not join.startswith("tcp://"):
         hint = "tcp://HOST:PORT, as `tripool serve --listen` prints it, or ipc://... as `tripool status` shows it"
         raise InvalidRequest(f"step 'address': cannot join '{join}'", hint=hint, param="join")
-    config = HostConfig(
-        join=join, token=token, model=model, role=role, listen=listen, trusted=trusted, cache_gb=cache_gb,
-        threads=threads, kv_gb=kv_gb, reserve=reserve,
-    )  # fmt: skip
+    if not cache["gb"] and (cache["disk_gb"] or cache["mooncake_store"]):
+        raise InvalidRequest("a disk or a store is behind memory", hint="add --cache-gb 1", param="cache_gb")
+    config = HostConfig(join=join, cache=MemberConfig(**cache), **options)
     with logged("host", logs) as log:
         host = build_host(config, lambda step, what: typer.echo(f"{step}: {what}"), child_options=logs.argv())
         log.serving()

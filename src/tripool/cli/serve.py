@@ -15,7 +15,7 @@ import typer
 from tripool import __version__
 from tripool.cli.keys import KeysFile
 from tripool.cli.logs import LogFormat, LogLevel, LogOptions, leave, logged, on_signals
-from tripool.cli.options import Load, ModelNames, Token, TrustedNetwork, engine_options
+from tripool.cli.options import DiskDir, DiskGb, Load, ModelNames, MooncakeStore, Token, TrustedNetwork, engine_options
 from tripool.cli.terminal import load_model, stderr
 from tripool.config import EngineConfig, GatewayConfig, PoolSize
 from tripool.errors import InvalidRequest
@@ -81,15 +81,6 @@ GrpcPort = Annotated[
 ]
 CacheGb = Annotated[float | None, typer.Option(min=0, help="Of the cache pool; 0.25 when split; implies --split.")]
 MemoryGb = Annotated[float | None, typer.Option(min=0.001, help="For several models together, weights and KV.")]
-DiskGb = Annotated[float | None, typer.Option(min=0.001, help="Disk behind the cache pool; none by default.")]
-DiskDir = Annotated[
-    Path | None, typer.Option(help="Where; kept for the next start. The user's cache folder by default.")
-]
-
-
-MooncakeStore = Annotated[
-    str, typer.Option(metavar="HOST:PORT", help="A Mooncake Store's master: cached blocks are kept there, too.")
-]
 
 
 def register(app: typer.Typer, load: Load) -> None:

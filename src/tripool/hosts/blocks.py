@@ -156,9 +156,9 @@ class _Member:
     def end_read(self, found: SharedBlocks, lease: object) -> None:
         if isinstance(lease, int):
             self._reader.release(lease)
-        else:
+            self._reader.flush()
+        else:  # nothing is held: what was used is told now and then, as workers do
             self._reader.end_read(lease, found)  # type: ignore[arg-type]
-        self._reader.flush()
 
     def store(self, connection: Connection, request: StoreBlocks) -> None:
         """Several at once: only what is said to the member is said one after the other."""

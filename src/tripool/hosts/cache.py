@@ -72,6 +72,8 @@ def _members(directory: DirectoryFile, model: str | None) -> Sequence[str] | Non
 class RemoteLink(Link):
     """A `Link` to a member of another host. Its arena stays None: nothing of another host is mapped."""
 
+    is_mapped = False
+
     def __init__(
         self, own: OwnHost, local: LocalHost, member: str, worker_id: WorkerId, address: Callable[[], str]
     ) -> None:

@@ -24,7 +24,7 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -45,21 +45,30 @@ GREET_S = 4.0
 CONNECT_S, _RESOLVE_S = 3.0, 4.0
 _VANISHED = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 12_000}
 """Seconds, and milliseconds for the last, as the system has them."""
+_TIME = struct.Struct("@ll")
+"""Seconds and microseconds, as the system has them."""
 _MANY = 64
 """Buffers in one system call."""
 _TCP_INFO_BYTES = 152
 _TRIPS = struct.Struct("<68xI76xI")
 """Linux' `struct tcp_info`: the smoothed round trip and the shortest, in microseconds."""
+_ACKNOWLEDGED = struct.Struct("<24xI28xI")
+"""Segments under way, and milliseconds since something was acknowledged."""
 
 T = TypeVar("T")
 
 
 class Connection:
-    """For one thread at a time in each direction. `timeout_s`: longest time without progress, then OSError."""
+    """For one thread at a time in each direction. `timeout`: longest time without progress, then OSError."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
         self._encrypted = isinstance(end, ssl.SSLSocket)
+        self._wanted_s = end.gettimeout()
+        self._in_system: dict[int, float | None] = {}
+        """A plain connection waits in the system, which then needs one call for all bytes: its timeouts, as set."""
+        if not self._encrypted:
+            end.settimeout(None)
 
     def fileno(self) -> int:
         return self._end.fileno()
@@ -82,13 +91,26 @@ class Connection:
 
     def round_trip_us(self) -> tuple[int, int] | None:
         """Now, and of an idle link; None: the system does not say."""
-        if sys.platform != "linux":
-            return None
-        info = self._end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-        if len(info) < _TCP_INFO_BYTES:
+        info = self._tcp_info()
+        if info is None:
             return None
         now_us, least_us = _TRIPS.unpack_from(info)
         return now_us, min(now_us, least_us)
+
+    def acknowledged(self) -> tuple[int, float, float] | None:
+        """How many segments are under way, seconds since the other system has acknowledged something, and the round
+        trip's; None: the system does not say."""
+        info = self._tcp_info()
+        if info is None:
+            return None
+        num_under_way, passed_ms = _ACKNOWLEDGED.unpack_from(info)
+        return num_under_way, passed_ms / 1e3, _TRIPS.unpack_from(info)[0] / 1e6
+
+    def _tcp_info(self) -> bytes | None:
+        if sys.platform != "linux":
+            return None
+        info = self._end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        return info if len(info) == _TCP_INFO_BYTES else None
 
     @property
     def pending(self) -> bool:
@@ -96,13 +118,28 @@ class Connection:
         return isinstance(self._end, ssl.SSLSocket) and self._end.pending() > 0
 
     def timeout(self, seconds: float | None) -> None:
-        self._end.settimeout(seconds)
+        if self._encrypted:
+            self._end.settimeout(seconds)
+        self._wanted_s = seconds
+
+    def _wait_in_system(self, direction: int) -> None:
+        """`direction`: SO_RCVTIMEO or SO_SNDTIMEO."""
+        known = direction in self._in_system and self._in_system[direction] == self._wanted_s
+        if self._encrypted or known:
+            return
+        seconds = 0.0 if self._wanted_s is None else max(self._wanted_s, 1e-3)  # 0: for ever
+        self._end.setsockopt(socket.SOL_SOCKET, direction, _TIME.pack(int(seconds), int(seconds % 1 * 1e6)))
+        self._in_system[direction] = self._wanted_s
+
+    def unblock(self) -> None:
+        """From now on nothing waits: `read_some` and `write_some` take what there is, or raise."""
+        self._end.settimeout(0.0)
 
     def send(self, message: msgspec.Struct) -> None:
         self.send_bytes(msgspec.msgpack.encode(message))
 
     def send_bytes(self, data: bytes) -> None:
-        self._end.sendall(_LENGTH.pack(len(data)) + data)
+        self.write([memoryview(_LENGTH.pack(len(data)) + data)])
 
     def send_with(self, message: msgspec.Struct, buffers: Sequence[memoryview]) -> None:
         """A message and the bytes that it tells of: the other side wakes up once for both."""
@@ -129,9 +166,10 @@ class Connection:
             for buffer in buffers:
                 self._end.sendall(buffer)
             return
+        self._wait_in_system(socket.SO_SNDTIMEO)
         waiting = [buffer for buffer in buffers if buffer.nbytes]
         while waiting:
-            sent = self._end.sendmsg(waiting[:_MANY])
+            sent = _in_time(self._end.sendmsg, waiting[:_MANY])
             while waiting and sent >= waiting[0].nbytes:
                 sent -= waiting.pop(0).nbytes
             if sent:
@@ -139,8 +177,9 @@ class Connection:
 
     def read_into(self, buffer: memoryview) -> None:
         """Until it is full."""
+        self._wait_in_system(socket.SO_RCVTIMEO)
         while buffer.nbytes:
-            count = self._end.recv_into(buffer)
+            count = _in_time(self._end.recv_into, buffer, 0, 0 if self._encrypted else socket.MSG_WAITALL)
             if not count:
                 raise ConnectionResetError("the other side has closed the connection")
             buffer = buffer[count:]
@@ -155,6 +194,7 @@ class Connection:
 
     def read_some(self, buffer: memoryview) -> int:
         """What is there, at least one byte; 0: the other side has closed."""
+        self._wait_in_system(socket.SO_RCVTIMEO)
         return self._end.recv_into(buffer)
 
     def write_some(self, buffer: memoryview) -> int:
@@ -167,6 +207,13 @@ class Connection:
 
     def close(self) -> None:
         self._end.close()
+
+
+def _in_time(call: Callable[..., int], *arguments: object) -> int:
+    try:
+        return call(*arguments)
+    except BlockingIOError as error:  # how the system tells it
+        raise TimeoutError("timed out") from error
 
 
 def parse_address(address: str) -> tuple[str, int]:

@@ -10,8 +10,9 @@ Whatever is longer than a doorbell is copied by compiled code; the interpreter s
 | MAP | from the server's own host: the expert map |
 | SILENT | a rank of the receiver, or for the server's own host any rank, has left a request unanswered |
 
-A host that is silent for `SILENCE_S`, or whose connection ends, is gone with its ranks: the server's own host raises
-the map's epoch, and owners send to other ranks what was not answered. A joined host that does not hear the server's own
+A host whose system acknowledges nothing for a quarter of a second, whose process is silent for `SILENCE_S`, or whose
+connection ends, is gone with its ranks: the server's own host raises the map's epoch, and owners send to other ranks
+what was not answered. A joined host that does not hear the server's own
 takes its map away, which ends its ranks (`control/joined_instance.py`).
 """
 
@@ -41,6 +42,7 @@ from tripool.hosts import wire
 from tripool.hosts.connection import MAX_MESSAGE_BYTES, Connection, dial
 from tripool.hosts.directory import DirectoryFile, OwnHost
 from tripool.hosts.errors import HostError
+from tripool.hosts.silence import Silence
 from tripool.messages import AnyMessage, RemoteRank, SilentRank, strictly
 
 _LOG = logging.getLogger("tripool.hosts")
@@ -75,15 +77,19 @@ class ExpertLinks:
 
     def _follow(self) -> None:
         """Open a link to each host that comes, and close those of hosts that are gone."""
-        directory = DirectoryFile(self._folder)
-        while not self._closed.is_set():
-            if directory.changed():
-                self._update(directory.hosts)
+        directory, again_s = DirectoryFile(self._folder), 0.0
+        while not self._closed.wait(_LOOK_S):
+            tell = time.monotonic() >= again_s
+            if tell:
+                again_s = time.monotonic() + _AGAIN_S
+                if directory.changed():
+                    self._update(directory.hosts)
             with self._lock:
                 links = list(self._links.values())
             for link in links:
-                link.tell_present()
-            self._closed.wait(_AGAIN_S)
+                link.look()
+                if tell:
+                    link.tell_present()
         with self._lock:
             for link in self._links.values():
                 link.close()
@@ -154,6 +160,8 @@ class Link:
         self._writing = threading.Lock()
         """Of this host's memory: a connection that was replaced must not write after its successor."""
         self._session, self._hears = 0, False
+        self._watched: tuple[Connection, Silence] | None = None
+        """What this host sends over."""
         self._present: dict[int, int] = {}
         self._closed = False
         threading.Thread(target=self._send_always, name=f"tripool-to-{peer.name}", daemon=True).start()
@@ -164,6 +172,23 @@ class Link:
         with self._writing:
             self._session += 1
         self._lost()
+
+    def look(self) -> None:
+        """Give the other host up once its system is gone, or the way there or back is."""
+        watched = self._watched
+        if watched is None:
+            return
+        connection, silence = watched
+        try:
+            found = connection.acknowledged()
+        except OSError:  # it has ended meanwhile
+            return
+        if found is not None and silence.look(*found, time.monotonic()):
+            self._watched = None
+            connection.shut()
+            with self._writing:
+                self._session += 1
+            self._give_up("its system acknowledges nothing")
 
     def report(self, silent: SilentRank) -> None:
         self._reports.put(silent)
@@ -183,7 +208,9 @@ class Link:
                 if isinstance(connection.receive(wire.ANSWERS), wire.Data):
                     connection.timeout(SILENCE_S)
                     self._forwarder.restart()
+                    self._watched = connection, Silence()
                     self._send(connection)
+            self._watched = None
             connection.close()
             time.sleep(_AGAIN_S)
 
@@ -247,8 +274,7 @@ class Link:
             with self._writing:
                 if session != self._session or self._closed:
                     return
-            _LOG.warning("ranks lost", extra={"instance": self.instance, "host": self.peer.name, "reason": str(error)})
-            self._lost()
+            self._give_up(str(error))
 
     def _take(self, kind: int, data: memoryview) -> None:
         if kind == RECORDS:
@@ -277,6 +303,10 @@ class Link:
         if self._leads:
             for rank in self.peer.ranks[self.instance]:
                 self._tell(RemoteRank(self.instance, rank, self._present.get(rank, 0)))
+
+    def _give_up(self, reason: str) -> None:
+        _LOG.warning("ranks lost", extra={"instance": self.instance, "host": self.peer.name, "reason": reason})
+        self._lost()
 
     def _lost(self) -> None:
         self._hears, self._present = False, {}

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -37,9 +38,6 @@ class HostBlocks(msgspec.Struct, frozen=True, array_like=True):
     table: BlockTable
 
 
-_decoder = msgspec.msgpack.Decoder(HostBlocks)
-
-
 class HostTransfer:
     """`Transfer` between all workers of a run of several hosts. `local`: between those of this host."""
 
@@ -54,16 +52,17 @@ class HostTransfer:
         return sender
 
     def receiver(self) -> KvReceiver:
-        mapped, local = self._local.receiver(), self._local
-        assert isinstance(mapped, MappedReceiver)
-        staging = Staging(local.path.with_suffix(".in"), local.block_bytes, local.num_slots)
-        return HostReceiver(self._own, self._directory, mapped, local.block_tokens, staging)
+        return HostReceiver(self._own, self._directory, self._local)
 
 
 def _describe(own: OwnHost, local: Describe, slots: Sequence[int], sums: Sequence[int]) -> KvDescriptor:
+    return KvDescriptor(KIND, msgspec.msgpack.encode(HostBlocks(own.name, table_of(local, slots, sums))))
+
+
+def table_of(local: Describe, slots: Sequence[int], sums: Sequence[int]) -> BlockTable:
     table = BlockTable.of(local(slots, sums))
     assert table is not None
-    return KvDescriptor(KIND, msgspec.msgpack.encode(HostBlocks(own.name, table)))
+    return table
 
 
 class Staging:
@@ -112,11 +111,15 @@ class Staging:
 class HostReceiver:
     """`KvReceiver` of blocks on any host. For one thread."""
 
-    def __init__(
-        self, own: OwnHost, directory: DirectoryFile, mapped: MappedReceiver, block_tokens: int, staging: Staging
-    ) -> None:
+    kind: ClassVar[str] = KIND
+    decoder: ClassVar[msgspec.msgpack.Decoder[Any]] = msgspec.msgpack.Decoder(HostBlocks)
+
+    def __init__(self, own: OwnHost, directory: DirectoryFile, local: SharedMemoryTransfer) -> None:
+        mapped = local.receiver()
+        assert isinstance(mapped, MappedReceiver)
         self._own, self._directory, self._mapped = own, directory, mapped
-        self._block_tokens, self.staging = block_tokens, staging
+        self._block_tokens = local.block_tokens
+        self.staging = Staging(local.path.with_suffix(".in"), local.block_bytes, local.num_slots)
         self._waiting: deque[RemoteKv] = deque()
         """Begun, without room yet; oldest first."""
         self._channel: LocalChannel | None = None
@@ -126,21 +129,17 @@ class HostReceiver:
 
     def open(self, descriptor: KvDescriptor, num_tokens: int) -> IncomingKv | None:
         try:
-            found = strictly(_decoder, descriptor.payload) if descriptor.kind == KIND else None
+            found = strictly(self.decoder, descriptor.payload) if descriptor.kind == self.kind else None
         except msgspec.DecodeError:
             return None
         if found is None or found.host == self._own.name:
             return self._mapped.open(descriptor if found is None else found.table.descriptor(), num_tokens)
-        return self.opened(found.table, found.host, num_tokens)
-
-    def opened(self, table: BlockTable, host: str, num_tokens: int) -> RemoteKv | None:
-        """KV of another host."""
-        num_blocks = -(-num_tokens // self._block_tokens)
+        table, num_blocks = found.table, -(-num_tokens // self._block_tokens)
         if table.block_bytes != self.staging.block_bytes or num_blocks > self.staging.num_slots:
             return None
-        if not self._directory.links_of(host) or not len(table.slots) == len(table.checksums) == num_blocks:
+        if not self._directory.links_of(found.host) or not len(table.slots) == len(table.checksums) == num_blocks:
             return None
-        return RemoteKv(self, table, host)
+        return RemoteKv(self, found)
 
     def close(self) -> None:
         self._lost()
@@ -227,8 +226,8 @@ class HostReceiver:
             self._asked[self._number] = kv
             self._send(
                 Fetch(
-                    self._number, kv.host, table.arena, table.block_bytes, table.slots[part], table.checksums[part],
-                    self.staging.path.name, tuple(kv.slots[part]),
+                    self._number, kv.found.host, table.arena, table.block_bytes, table.slots[part],
+                    table.checksums[part], self.staging.path.name, tuple(kv.slots[part]),
                 )
             )  # fmt: skip
 
@@ -244,12 +243,10 @@ class HostReceiver:
 class RemoteKv:
     """`IncomingKv` on another host."""
 
-    def __init__(self, receiver: HostReceiver, table: BlockTable, host: str) -> None:
-        self.num_blocks = len(table.slots)
-        self.table, self.host, self._receiver = table, host, receiver
+    def __init__(self, receiver: HostReceiver, found: HostBlocks) -> None:
+        self.found, self.table, self._receiver = found, found.table, receiver
+        self.num_blocks = len(self.table.slots)
         self.slots: list[int] = []
-        self.source: tuple[str, list[int]] = ("", [])
-        """Who has the blocks, and their addresses there, for transfers that need to know."""
         self.parts_left = 0
         self.begun = self.failed = self.closed = False
 

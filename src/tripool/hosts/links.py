@@ -45,9 +45,8 @@ class Bulk:
                 self.link.sent(traffic, num_bytes)
 
     def send_now(self, traffic: Traffic, message: msgspec.Struct, buffers: Sequence[memoryview]) -> None:
-        """As `send`, for what somebody waits for: classes below its own wait, it does not."""
-        with self.link.sending(traffic, self._connection):
-            self._connection.send_with(message, buffers)
+        """As `send`, within `Link.sending`, for what somebody waits for: classes below its own wait, it does not."""
+        self._connection.send_with(message, buffers)
         self.link.sent(traffic, sum(buffer.nbytes for buffer in buffers))
 
 

@@ -10,21 +10,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
 from tripool.cache.arena import Arena
 from tripool.cache.copying import checksum
 from tripool.errors import InvalidRequest
-from tripool.fabric.kv_transfer import IncomingKv, KvReceiver, KvSender, TransferCapabilities
-from tripool.fabric.shared_memory import BlockTable, MappedReceiver, SharedMemoryTransfer
+from tripool.fabric.kv_transfer import KvReceiver, KvSender, TransferCapabilities
+from tripool.fabric.shared_memory import SharedMemoryTransfer
 from tripool.hosts.connection import parse_address
 from tripool.hosts.directory import DirectoryFile, OwnHost
 from tripool.hosts.errors import TransferMissing
 from tripool.hosts.join import address_towards
-from tripool.hosts.kv import Describe, HostReceiver, RemoteKv, Staging
-from tripool.messages import KvDescriptor, Name, Natural, Positive, strictly
+from tripool.hosts.kv import Describe, HostBlocks, HostReceiver, RemoteKv, table_of
+from tripool.messages import KvDescriptor, Natural, Positive
 
 KIND = "mooncake"
 _METADATA, _PROTOCOL = "P2PHANDSHAKE", "tcp"
@@ -52,19 +52,14 @@ def _engine_class() -> Any:
     return TransferEngine
 
 
-class MooncakeBlocks(msgspec.Struct, frozen=True, array_like=True):
+class MooncakeBlocks(HostBlocks, frozen=True, array_like=True):
     """What a descriptor of this kind holds."""
 
-    host: Name
     session: Annotated[str, msgspec.Meta(max_length=300)]
     """The sender's engine."""
     start: Natural
     """Address of the first slot in the sender's process, and bytes from slot to slot."""
     stride: Positive
-    table: BlockTable
-
-
-_decoder = msgspec.msgpack.Decoder(MooncakeBlocks)
 
 
 class _Engine:
@@ -115,40 +110,27 @@ class MooncakeTransfer:
         return sender
 
     def receiver(self) -> KvReceiver:
-        mapped, local = self._local.receiver(), self._local
-        assert isinstance(mapped, MappedReceiver)
-        staging = Staging(local.path.with_suffix(".in"), local.block_bytes, local.num_slots)
-        return MooncakeReceiver(self._own, self._directory, mapped, local.block_tokens, staging)
+        return MooncakeReceiver(self._own, self._directory, self._local)
 
 
 def _describe(
     name: str, engine: _Engine, arena: Arena, local: Describe, slots: Sequence[int], sums: Sequence[int]
 ) -> KvDescriptor:
-    table = BlockTable.of(local(slots, sums))
-    assert table is not None
-    return KvDescriptor(KIND, msgspec.msgpack.encode(MooncakeBlocks(name, engine.session, *slots_of(arena), table)))
+    blocks = MooncakeBlocks(name, table_of(local, slots, sums), engine.session, *slots_of(arena))
+    return KvDescriptor(KIND, msgspec.msgpack.encode(blocks))
 
 
 class MooncakeReceiver(HostReceiver):
     """`KvReceiver`: threads read what the host's server brings otherwise."""
 
-    def __init__(self, *parts: Any) -> None:
-        super().__init__(*parts)
-        self._engine, self._registered = _Engine(self._own), False
+    kind: ClassVar[str] = KIND
+    decoder: ClassVar[msgspec.msgpack.Decoder[Any]] = msgspec.msgpack.Decoder(MooncakeBlocks)
+
+    def __init__(self, own: OwnHost, directory: DirectoryFile, local: SharedMemoryTransfer) -> None:
+        super().__init__(own, directory, local)
+        self._engine, self._registered = _Engine(own), False
         self._threads = ThreadPoolExecutor(_THREADS, "tripool-kv")
         self._reads: dict[Future[bool], RemoteKv] = {}
-
-    def open(self, descriptor: KvDescriptor, num_tokens: int) -> IncomingKv | None:
-        try:
-            found = strictly(_decoder, descriptor.payload) if descriptor.kind == KIND else None
-        except msgspec.DecodeError:
-            return None
-        if found is None or found.host == self._own.name:
-            return self._mapped.open(descriptor if found is None else found.table.descriptor(), num_tokens)
-        kv = self.opened(found.table, found.host, num_tokens)
-        if kv is not None:
-            kv.source = found.session, [found.start + slot * found.stride for slot in found.table.slots]
-        return kv
 
     def hear(self) -> None:
         for read in [read for read in self._reads if read.done()]:
@@ -170,8 +152,10 @@ class MooncakeReceiver(HostReceiver):
     def _read(self, engine: _Engine, kv: RemoteKv, into: list[int]) -> bool:
         if kv.closed:
             return False
-        session, source = kv.source
+        found = kv.found
+        assert isinstance(found, MooncakeBlocks)
+        source = [found.start + slot * found.stride for slot in found.table.slots]
         views = [self.staging.view(slot) for slot in kv.slots]
-        return engine.read(session, into, source, self.staging.block_bytes) and all(
+        return engine.read(found.session, into, source, self.staging.block_bytes) and all(
             checksum(view) == wanted for view, wanted in zip(views, kv.checksums, strict=True)
         )

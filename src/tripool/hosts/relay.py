@@ -17,7 +17,7 @@ def relay(local: socket.socket, remote: Connection) -> None:
     """One thread for both directions: an encrypted connection is not for two at once. Neither direction waits for the
     other: what one side does not take is kept here, within bounds, and no more is read for it."""
     local.setblocking(False)
-    remote.timeout(0.0)
+    remote.unblock()
     to_remote, to_local = _Way(), _Way()
     while not (to_remote.over or to_local.over):
         if not (remote.pending and not to_local.waiting):

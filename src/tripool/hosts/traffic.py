@@ -15,15 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import IntEnum
 
 
-class Traffic(Enum):
+class Traffic(IntEnum):
     """In order of precedence."""
 
-    MEMORY = "memory"
-    SERVICE = "service"
-    TRANSFER = "transfer"
+    MEMORY = 0
+    SERVICE = 1
+    TRANSFER = 2
 
 
 SHARES: Mapping[Traffic, float] = {Traffic.MEMORY: 0.7, Traffic.SERVICE: 0.2, Traffic.TRANSFER: 0.1}
@@ -108,10 +108,12 @@ class LinkSchedule:
 
     def _count(self, now_s: float) -> None:
         """Nobody saves more than a chunk: a share is one of the present."""
-        passed_s, self._counted_s = max(0.0, now_s - self._counted_s), max(now_s, self._counted_s)
+        passed_s = now_s - self._counted_s
+        if passed_s <= 0.0:
+            return
+        self._counted_s, carried, most = now_s, passed_s * self.bytes_per_s, float(self.chunk_bytes)
         for traffic, share in self.shares.items():
-            gained = passed_s * share * self.bytes_per_s
-            self._credit[traffic] = min(self._credit[traffic] + gained, float(self.chunk_bytes))
+            self._credit[traffic] = min(self._credit[traffic] + share * carried, most)
 
 
 _QUEUE_US = 600.0

@@ -40,11 +40,10 @@ from tripool.hosts.keys import HostKeys, check_token, new_token
 from tripool.hosts.leader import SharedModel, write_models
 from tripool.hosts.wire import MAX_LINKS, Joined, Ranks, TransferName
 from tripool.observe.topology import read_machine
+from tripool.serving.joined_cache import JoinedCache, MemberConfig
 from tripool.serving.weight_cache import WeightCacheConfig
 from tripool.text.files import TextFiles
 
-_CACHE_MEMBERS = 1
-"""Of a host that joins: it dies as a whole, mostly."""
 _NO_KV_GB = 0.001
 """Of a rank without sequences: the least that an engine takes."""
 _REACH_S = 10.0
@@ -162,13 +161,13 @@ class HostConfig:
 
     join: str
     token: str
+    cache: MemberConfig
     model: str = ""
     """A name, or the path of a local copy; empty: the server's first."""
     role: str = "any"
     listen: str = ""
     """Where others reach this host; empty: on the way to the server, at any free port."""
     trusted: bool = False
-    cache_gb: float = 0.0
     threads: int | None = None
     kv_gb: float | None = None
     reserve: str = ""
@@ -197,13 +196,15 @@ def build_host(config: HostConfig, report: Report, *, child_options: Sequence[st
     is_path = os.sep in path or path.endswith(".gguf")
     parse_address(config.join)
     with ExitStack() as stack:
-        opened: list[tuple[socket.socket, str]] = []
+        opened: list[tuple[socket.socket, str, JoinedCache]] = []
+        name = _host_name()
 
-        def listen(joined: Joined) -> None:
+        def prepare(joined: Joined) -> None:
             _check_options(joined)
+            cache = JoinedCache(config.cache, joined, name, stack)
             listener = stack.enter_context(listen_for_hosts(config.listen or f"{address_towards(config.join)}:0"))
-            reached = joined.role == "prefill" or config.cache_gb or config.listen or joined.takes_ranks
-            opened.append((listener, _reachable(config, keys, listener, report) if reached else ""))
+            reached = joined.role == "prefill" or cache.names or config.listen or joined.takes_ranks
+            opened.append((listener, _reachable(config, keys, listener, report) if reached else "", cache))
 
         found = join(
             config.join,
@@ -214,10 +215,10 @@ def build_host(config: HostConfig, report: Report, *, child_options: Sequence[st
             folder=_cache_folder() / "hosts",
             report=report,
             locate=_locate,
-            prepare=listen,
+            prepare=prepare,
         )
-        name, joined, ((listener, address),) = _host_name(), found.joined, opened
-        members = {joined.model: tuple(f"cache-{name}-{i}" for i in range(_CACHE_MEMBERS))} if config.cache_gb else {}
+        joined, ((listener, address, cache),) = found.joined, opened
+        members = {joined.model: cache.names} if cache.names else {}
         links = other_addresses(address) if address and listener.getsockname()[0] in _ANYWHERE else ()
         folder = RunFolder()
         stack.callback(folder.remove)
@@ -246,19 +247,14 @@ def build_host(config: HostConfig, report: Report, *, child_options: Sequence[st
             part = rank_argv(f"{worker}-r{rank}", given.instance, rank) if given.ranks else ("--name", worker)
             has_kv = not given.ranks or rank < given.attention_ranks
             kv = kv_argv(config.kv_gb, has_kv=has_kv)
-            cache = served.cache if has_kv else ()
+            used = served.cache if has_kv else ()
             child = (*argv, *part, *kv)
             specs.append(
-                Spec(part[1], child, (folder.lock,), cache, given.instance, rank, cpus_of(place, topology))
+                Spec(part[1], child, (folder.lock,), used, given.instance, rank, cpus_of(place, topology))
             )  # fmt: skip
 
         def cache_spec(member: str, block_bytes: int) -> Spec:
-            num_slots = max(1, int(config.cache_gb / len(served.cache) * 2**30 / block_bytes))
-            sizes = ("--slot-bytes", str(block_bytes), "--num-slots", str(num_slots))
-            return Spec(
-                member, ("cache-member", "--folder", str(folder.path), "--name", member, *sizes, *options),
-                (folder.lock,),
-            )  # fmt: skip
+            return cache.spec(member, block_bytes, folder, options)
 
         what = (
             f"ranks {', '.join(map(str, given.ranks))} of {given.instance} ({given.reason})" if given.ranks else worker

@@ -28,7 +28,7 @@ from tripool.gateway.server import listen
 from tripool.hosts.leader import SharedModel, SpreadInstance
 from tripool.observe.topology import read_machine
 from tripool.serving.access import AccessConfig, mark_open
-from tripool.serving.disk import Disk, disk_argv, disk_of, store_argv
+from tripool.serving.disk import Disk, disk_argv, disk_of, fingerprint, member_spec, reach_store, store_argv
 from tripool.serving.hosts import ListenConfig, SharedHost, engine_argv, kv_argv, rank_argv
 from tripool.serving.ranks import create_prompts, prompt_layout, rank_layout
 from tripool.serving.server import BuiltServer
@@ -145,17 +145,12 @@ def build_split(
             shared_models = [plan.shared(engine, pools, threads) for plan in plans]
             specs.append(shared.share(folder, shared_models, members, local, options))
         disks = {member: plan.disk for plan in plans for member in plan.served.cache}
-        stores = {
-            member: argv
-            for plan in plans
-            for argv in [store_argv(pools.mooncake_store, plan.path, engine)]
-            for member in plan.served.cache
-        }
+        stores = _stores(plans, pools.mooncake_store, engine)
 
         def cache_spec(name: str, block_bytes: int) -> Spec:
             member_gb = pools.cache_gb / len(disks)
             disk = disk_argv(disks[name], len(disks))
-            return _cache_spec(name, block_bytes, member_gb, folder, (*disk, *stores[name], *options))
+            return member_spec(name, block_bytes, member_gb, folder, (*disk, *stores[name], *options))
 
         instances = [instance for plan in plans for instance in _of_ranks(plan, engine, pools, folder)]
         standby = Spec(STANDBY, (STANDBY,), (folder.lock,)) if instances else None
@@ -201,11 +196,23 @@ def _plan(models: Sequence[str], config: EngineConfig, pools: SplitConfig) -> li
     for number, model in enumerate(models):
         first = number * _CACHE_MEMBERS
         members = tuple(f"cache-{i}" for i in range(first, first + _CACHE_MEMBERS)) if pools.cache_gb else ()
-        disk = disk_of(pools.disk_gb, pools.disk_dir, model, config) if pools.disk_gb and members else None
+        disk = None
+        if pools.disk_gb and members:
+            disk = disk_of(pools.disk_gb, pools.disk_dir, fingerprint(model, config))
         name, text, checkpoint = _text_of(model)
         plans.append(_ModelPlan(number, model, ServedModel(name, text, members), disk, checkpoint))
     check_names([plan.served.name for plan in plans])
     return plans
+
+
+def _stores(plans: Sequence[_ModelPlan], master: str, config: EngineConfig) -> dict[str, tuple[str, ...]]:
+    """What each member is told of the store."""
+    own_address = reach_store(master) if master else ""
+    found: dict[str, tuple[str, ...]] = {}
+    for plan in plans:
+        argv = store_argv(master, own_address, fingerprint(plan.path, config, by_content=True)) if master else ()
+        found |= dict.fromkeys(plan.served.cache, argv)
+    return found
 
 
 def _text_of(model: str) -> tuple[str, TextFiles, Path | None]:
@@ -287,10 +294,3 @@ def _instances(plan: _ModelPlan, pools: SplitConfig) -> Iterator[tuple[str, str,
     for role, size in (("prefill", pools.prefill), ("decode", pools.decode)):
         for i in range(plan.number * size.instances, (plan.number + 1) * size.instances):
             yield f"{role}-{i}", role, size
-
-
-def _cache_spec(name: str, block_bytes: int, gb: float, folder: RunFolder, options: tuple[str, ...]) -> Spec:
-    num_slots = max(1, int(gb * 2**30 / block_bytes))
-    sizes = ("--slot-bytes", str(block_bytes), "--num-slots", str(num_slots))
-    argv = ("cache-member", "--folder", str(folder.path), "--name", name, *sizes, *options)
-    return Spec(name, argv, (folder.lock,))
