@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -253,8 +254,25 @@ class Answering:
         except ContextOverflow as error:
             error.param = {"completion": "prompt", "grpc": "input"}.get(api, "messages")
             raise
-        await self._try(job.requests[0], tenant)
-        return served, job
+        return served, await self._tried(job, tenant)
+
+    async def _tried(self, job: Job, tenant: Tenant) -> Job:
+        """With a grammar that can be used."""
+        looser, request = job.looser, job.requests[0]
+        if looser is None:
+            return job
+        job = replace(job, looser=None)  # it holds the whole body
+        try:
+            await self._try(request, tenant)
+            return job
+        except InvalidRequest:
+            structure, unenforced = looser()
+            if structure == request.params.structure:
+                raise
+        params = replace(request.params, structure=structure)
+        requests = tuple(replace(one, params=params) for one in job.requests)
+        await self._try(requests[0], tenant)
+        return replace(job, requests=requests, unenforced=unenforced)
 
     async def _try(self, request: Request, tenant: Tenant) -> None:
         """Compile a grammar in a sandbox before it reaches an engine."""
