@@ -60,6 +60,25 @@ def test_a_schema_beyond_the_grammar_is_guided_by_the_rest(scripted):
     assert "x-tripool-unenforced" not in ask(scripted, "hello", tools=[tool({"type": "object"})]).headers
 
 
+EMPTY = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 5, "maximum": 1}}, "required": ["a"]}
+"""No value keeps it."""
+
+
+def test_a_schema_without_any_grammar_is_checked_after(scripted):
+    answer = ask(scripted, "call it", tools=[tool(EMPTY)]).json()
+    (call,) = answer["choices"][0]["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"tags": ["a", "a"]}
+    assert answer["tripool"]["unenforced"] == ["tools/find/*"] and answer["tripool"]["checked"]["kept"] is False
+    shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": EMPTY}}
+    answer = ask(scripted, "as JSON", response_format=shape).json()
+    assert answer["choices"][0]["message"]["content"] == '{"city":"Bern"}'
+    assert answer["tripool"]["unenforced"] == ["response_format/*"]
+    for promise in ({"tools": [tool(EMPTY, strict=True)]}, {"tools": [tool(EMPTY)], "tool_choice": "required"}):
+        assert (
+            "required property 'a' is unsatisfiable" in ask(scripted, "call it", **promise).json()["error"]["message"]
+        )
+
+
 def last_chunk(answer: Any) -> Any:
     return [json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line.startswith("data: {")][
         -1
@@ -200,6 +219,7 @@ def test_an_unknown_field_of_a_message_is_still_refused(server, check_refusal):
 
 SERVED: list[dict[str, Any]] = [
     {"unheard_of": None, "suffix": None, "tools": None},
+    {"tools": [{"type": "function", "function": {"name": "server.example/" + "x" * 100}}], "max_tokens": 9},
     {"thinking": {"type": "disabled"}},
     {"thinking": True, "enable_thinking": False},
     {"reasoning": {"effort": "low", "enabled": True, "exclude": False}},

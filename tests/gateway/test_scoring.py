@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tripool.gateway.answer_limits import MAX_PROMPT_SCORES
@@ -27,6 +29,23 @@ def test_echo_with_logprobs(server):
         assert "".join(scores["tokens"]) == choice["text"]
         starts = [sum(map(len, scores["tokens"][:i])) for i in range(len(IDS) + 2)]
         assert scores["text_offset"] == starts
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_nothing_but_the_echo(server, stream):
+    """How harnesses score a text: they want no token after it."""
+    body = {"echo": True, "max_tokens": 0, "stream": stream}
+    answer = ask(server, **body, **({} if stream else {"logprobs": 0, "return_token_ids": True}))
+    if stream:
+        chunks = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+        said, finish = "".join(one["choices"][0]["text"] for one in chunks), chunks[-1]["choices"][0]["finish_reason"]
+    else:
+        (choice,) = answer.json()["choices"]
+        said, finish = choice["text"], choice["finish_reason"]
+        assert {len(column) for column in choice["logprobs"].values()} == {len(IDS)} and choice["token_ids"] == []
+    text = server.http.post("/detokenize", json={"tokens": IDS}).json()["prompt"]
+    assert (said, finish) == (text, "length")
+    assert ask(server, max_tokens=0).status_code == 400
 
 
 def test_without_echo_only_the_answer_is_scored(server):

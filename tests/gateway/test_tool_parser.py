@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tripool.gateway.tool_parser import ParsedOutput, ToolParser
-from tripool.grammar.tools import CLOSING, OPENING
+from tripool.grammar.tools import CLOSING, NAME, OPENING
 
 
 def read_calls(text: str) -> ParsedOutput:
@@ -41,7 +41,7 @@ def cut(text: str, rng: Random) -> list[str]:
     return [text[start:stop] for start, stop in zip([0, *marks], [*marks, len(text)], strict=True)]
 
 
-names = st.from_regex(r"[a-zA-Z0-9_-]{1,64}", fullmatch=True)
+names = st.from_regex(NAME, fullmatch=True)
 tricky = st.text(alphabet='{}[]"\\\n\t<>/tool_call é🦊', max_size=20)
 arguments = st.dictionaries(
     tricky, st.recursive(tricky | st.integers() | st.none(), st.lists, max_leaves=4), max_size=3

@@ -36,6 +36,7 @@ CASES: list[tuple[dict[str, Any], list[str], list[Any]]] = [
     ({"type": "string", "pattern": "^(?=a)[a-z]+$"}, ["pattern"], ["ab"]),
     ({"type": "string", "pattern": "^\\p{L}+$"}, [], []),
     ({"type": "string", "format": "path"}, ["format"], ["/x"]),
+    ({"$dynamicRef": "#x", "$defs": {"y": {"$dynamicAnchor": "x", **S}}}, ["$dynamicRef"], ["a"]),
     ({"type": "string", "format": "date"}, [], ["2026-01-31"]),
     ({"type": "object", "required": None, "properties": {"a": S}}, [], []),
     (

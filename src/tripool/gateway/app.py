@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -36,7 +37,7 @@ from tripool.gateway.models import Models, Served
 from tripool.gateway.ollama import parse as ollama
 from tripool.gateway.ollama.respond import loaded
 from tripool.gateway.ollama.routes import ollama_routes
-from tripool.gateway.options import ANTHROPIC, CHAT, COMPLETION, ONE_MODEL
+from tripool.gateway.options import ANTHROPIC, CHAT, COMPLETION, ONE_MODEL, Fields
 from tripool.gateway.parse import Sender, header_id
 from tripool.gateway.record import Journal, Record
 from tripool.gateway.refusals import dialect_of, error_body, error_headers, error_shape
@@ -113,12 +114,8 @@ def create_models_app(
     """OpenAI's API, Anthropic's and the operator's; a request names its model. Without `access` no key is asked for."""
     app = FastAPI(title="Tripool", version=__version__)
     in_flight, journal = InFlight(), Journal()
-    app.include_router(admin_routes(models, in_flight, journal, stall_s=config.stall_s))
     bodies = Bodies(config.max_body_bytes)
     reading = FairPool("reading", num_threads=_READING_THREADS, max_waiting=_MAX_READING_BYTES)
-    app.include_router(token_routes(models, bodies, reading))
-    app.include_router(model_routes(models, bodies))
-    app.include_router(ollama_routes(models, bodies))
 
     def connection_ended(code: str) -> None:
         models.default.metrics.connection_ended(code)
@@ -128,6 +125,12 @@ def create_models_app(
     store_bytes = config.response_store_bytes
     store = ResponseStore(store_bytes or 0, RecentItems(clock) if store_bytes is None else None)
     answering = Answering(models, in_flight, journal, bodies, clock, access, reading, store)
+    for route in _GENERATION:
+        _add_generation(app, answering, *route)  # first: routes are tried in their order, and most requests are these
+    app.include_router(admin_routes(models, in_flight, journal, stall_s=config.stall_s))
+    app.include_router(token_routes(models, bodies, reading))
+    app.include_router(model_routes(models, bodies))
+    app.include_router(ollama_routes(models, bodies))
     app.include_router(response_routes(models, bodies, reading, store))
     app.state.batches = BatchService(config, answering.answer_line, models, in_flight, access)
     app.include_router(batch_routes(app.state.batches, bodies))
@@ -139,34 +142,26 @@ def create_models_app(
     if origins:
         app.add_middleware(Cors, origins=origins, guarded=guarded)
     app.add_middleware(RequestLog)  # the last one added is the outermost
-
-    @app.post("/v1/chat/completions", openapi_extra=body_docs(CHAT.schema()))
-    async def chat_completions(http: HttpRequest) -> Response:
-        return await answering.answer(http, "chat")
-
-    @app.post("/v1/completions", openapi_extra=body_docs(COMPLETION.schema()))
-    async def completions(http: HttpRequest) -> Response:
-        return await answering.answer(http, "completion")
-
-    @app.post("/v1/messages", openapi_extra=body_docs(ANTHROPIC.schema()))
-    async def messages(http: HttpRequest) -> Response:
-        return await answering.answer(http, "messages")
-
-    @app.post("/v1/responses", openapi_extra=body_docs(RESPONSES.schema()))
-    async def responses(http: HttpRequest) -> Response:
-        return await answering.answer(http, "responses")
-
-    @app.post("/api/chat", openapi_extra=body_docs(ollama.CHAT.schema()))
-    async def ollama_chat(http: HttpRequest) -> Response:
-        return await answering.answer(http, "ollama_chat")
-
-    @app.post("/api/generate", openapi_extra=body_docs(ollama.GENERATE.schema()))
-    async def ollama_generate(http: HttpRequest) -> Response:
-        return await answering.answer(http, "ollama_generate")
-
     app.include_router(grpc_routes(partial(answering.answer, api="grpc")))
     _shape_errors(app, models)
     return app
+
+
+_GENERATION: Sequence[tuple[str, str, Api, Fields]] = (
+    ("chat_completions", "/v1/chat/completions", "chat", CHAT),
+    ("completions", "/v1/completions", "completion", COMPLETION),
+    ("messages", "/v1/messages", "messages", ANTHROPIC),
+    ("responses", "/v1/responses", "responses", RESPONSES),
+    ("ollama_chat", "/api/chat", "ollama_chat", ollama.CHAT),
+    ("ollama_generate", "/api/generate", "ollama_generate", ollama.GENERATE),
+)
+"""Name, path, API and fields of the routes that generate."""
+
+
+def _add_generation(app: FastAPI, answering: Answering, name: str, path: str, api: Api, fields: Fields) -> None:
+    @app.post(path, name=name, openapi_extra=body_docs(fields.schema()))
+    async def generate(http: HttpRequest) -> Response:
+        return await answering.answer(http, api)
 
 
 class Answering:
@@ -253,8 +248,25 @@ class Answering:
         except ContextOverflow as error:
             error.param = {"completion": "prompt", "grpc": "input"}.get(api, "messages")
             raise
-        await self._try(job.requests[0], tenant)
-        return served, job
+        return served, await self._tried(job, tenant)
+
+    async def _tried(self, job: Job, tenant: Tenant) -> Job:
+        """With a grammar that can be used."""
+        looser, request = job.looser, job.requests[0]
+        if looser is None:
+            return job
+        job = replace(job, looser=None)  # it holds the whole body
+        try:
+            await self._try(request, tenant)
+            return job
+        except InvalidRequest:
+            structure, unenforced = looser()
+            if structure == request.params.structure:
+                raise
+        params = replace(request.params, structure=structure)
+        requests = tuple(replace(one, params=params) for one in job.requests)
+        await self._try(requests[0], tenant)
+        return replace(job, requests=requests, unenforced=unenforced)
 
     async def _try(self, request: Request, tenant: Tenant) -> None:
         """Compile a grammar in a sandbox before it reaches an engine."""
@@ -281,16 +293,8 @@ class Answering:
             raw = to_body(raw)
         served = self._models.meant_by(raw)
         parser = served.parser.quick if quick else served.parser
-        parse: dict[Api, Callable[[bytes, Sender], Job]] = {
-            "chat": parser.chat,
-            "completion": parser.completion,
-            "messages": parser.messages,
-            "responses": parser.responses,
-            "ollama_chat": parser.ollama_chat,
-            "ollama_generate": parser.ollama_generate,
-            "grpc": parser.grpc,
-        }
-        return served, parse[api](raw, sender)
+        job: Job = getattr(parser, api)(raw, sender)  # its methods have the names of the APIs
+        return served, job
 
     @contextmanager
     def _answering(self, served: Served, job: Job, formatter: Formatter) -> Iterator[None]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from tripool.core import Request
+from tripool.core import Request, Structure
 from tripool.gateway.schema_check import ENFORCED, Unenforced
 
 if TYPE_CHECKING:
@@ -34,11 +35,15 @@ class Job:
     """Whether log-probabilities name tokens by their ids."""
     echoes: tuple[str, ...] = ()
     """Each prompt's text, when answers are to begin with it."""
+    only_echoes: bool = False
+    """Whether nothing else is shown: `max_tokens` was 0."""
     prompt_logprobs: int | None = None
     """How many are shown for each of the prompt's tokens, in vLLM's form."""
     calls: bool = False
     """Whether answers may hold tool calls."""
     unenforced: Unenforced = ENFORCED
+    looser: Callable[[], tuple[Structure | None, Unenforced]] | None = None
+    """Instead of the structure, if no grammar can be made of that: without the schemas that are no promise."""
     thinks: bool | None = None
     """Whether reasoning is split off: None when not, else whether the prompt ends inside of it."""
     shown: Shown | None = None

@@ -109,7 +109,8 @@ class CompletionScores:
                     yield piece
             column = self._columns.get(name)
             if column is None:
-                column = [b"%d" % (offset + chars) for chars in accumulate(self._chars[:-1], initial=0)]
+                starts = zip(accumulate(self._chars, initial=offset), self._chars, strict=False)
+                column = [b"%d" % start for start, _ in starts]
             if prompt is not None and column:
                 yield b","
             yield from _joined(column)

@@ -8,7 +8,7 @@ import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from tripool.core import SALT_MARK, Conversation, Request, SamplingParams, Structure
@@ -29,6 +29,7 @@ from tripool.gateway.schema_check import ENFORCED, Unenforced
 from tripool.gateway.slo import HeaderSlo, read_slo
 from tripool.gateway.structure import read_format
 from tripool.gateway.tools import Tools, as_text, read_tools
+from tripool.grammar.relax import Relax, opened, relaxed
 from tripool.grammar.tools import or_answer
 from tripool.tenants import ANONYMOUS, Tenant
 from tripool.text import Tokenizer
@@ -160,7 +161,11 @@ class Parser:
     def _completion_job(self, fields: dict[str, Any], api: Api, sender: Sender) -> Job:
         prompts = self._completion_prompts(fields)
         structure, unenforced = read_format(fields)
-        return self._job(fields, prompts, fields.get("logprobs"), structure, api, sender, unenforced=unenforced)
+        only_echoes = fields.get("echo", False) and fields.get("max_tokens") == 0
+        if only_echoes:  # the engine makes one token at least
+            fields = fields | {"max_tokens": 1}
+        job = self._job(fields, prompts, fields.get("logprobs"), structure, api, sender, unenforced=unenforced)
+        return replace(job, only_echoes=True) if only_echoes else job
 
     def fields(self, raw: bytes, known: options.Fields) -> dict[str, Any]:
         return self._checked(decode_json(raw), known)
@@ -278,12 +283,13 @@ class Parser:
             calls=structure is not None and structure.kind == "tool_calls",
             thinks=thinks,
             unenforced=unenforced,
+            looser=None if structure is None else partial(_looser, fields),
         )
 
 
-def _structure(fields: Mapping[str, Any], tools: Tools) -> tuple[Structure | None, Unenforced]:
+def _structure(fields: Mapping[str, Any], tools: Tools, relax: Relax = relaxed) -> tuple[Structure | None, Unenforced]:
     """Of a chat: with tools, the model may call one or answer in the format. And what of both is not ensured."""
-    structure, unenforced = read_format(fields)
+    structure, unenforced = read_format(fields, relax)
     if structure is None or tools.structure is None:
         return structure or tools.structure, tools.unenforced | unenforced
     if structure.kind not in ("json_schema", "json_object"):
@@ -291,6 +297,10 @@ def _structure(fields: Mapping[str, Any], tools: Tools) -> tuple[Structure | Non
         raise InvalidRequest(f"'{structure.param}' cannot go with 'tools'", hint=hint, param=structure.param)
     schema = json.loads(structure.value) if structure.kind == "json_schema" else {"type": "object"}
     return or_answer(tools.structure, schema), tools.unenforced | unenforced
+
+
+def _looser(fields: Mapping[str, Any]) -> tuple[Structure | None, Unenforced]:
+    return _structure(fields, read_tools(fields, opened), opened)
 
 
 def header_id(header: str | None) -> str | None:

@@ -90,7 +90,7 @@ class OpenAIFormatter:
     def take(self, index: int, delta: Delta) -> None:
         if self._chat:
             self._parser(index).push(delta.text, last=delta.finish_reason is not None)
-        if delta.logprobs is not None and not self._job.stream:
+        if delta.logprobs is not None and not (self._job.stream or self._job.only_echoes):
             self._scores_of(index).add(delta.token_id, delta.logprobs)
 
     def whole(self, answers: Sequence[Answer], facts: Facts) -> Iterator[bytes]:
@@ -118,7 +118,10 @@ class OpenAIFormatter:
             parsed: dict[str, Any] = {"message": self._message(index, parser.parsed)}
             finish_reason = shown_finish(finish_reason, parser)
         else:
-            parsed = {"text": self._echo(index) + choice.text}
+            text = choice.text
+            if self._job.only_echoes:
+                text, finish_reason, ids = "", "length", ids and {"token_ids": []}
+            parsed = {"text": self._echo(index) + text}
             ids |= {"prompt_token_ids": answer.request.prompt_ids} if ids else {}
         yield encode({"index": index, **parsed})[:-1] + b',"logprobs":'
         if answer.request.params.logprobs is None:
@@ -182,6 +185,8 @@ class OpenAIFormatter:
             if not text and not self._job.return_token_ids:
                 self.take(index, delta)  # it may be reasoning
                 return None
+        if self._job.only_echoes:
+            text, scores, finish = "", None, finish and "length"
         logprobs = None
         if scores is not None:
             logprobs = self._logprobs(delta.token_id, scores, self._token_chars.get(index, 0))

@@ -8,7 +8,7 @@ from typing import Any
 from tripool.core import Structure, StructureKind
 from tripool.errors import InvalidRequest
 from tripool.gateway.schema_check import ENFORCED, Unenforced
-from tripool.grammar.relax import relaxed
+from tripool.grammar.relax import Relax, relaxed
 
 _PLAIN: Mapping[str, StructureKind] = {
     "regex": "regex",
@@ -33,7 +33,7 @@ def read_structure(fields: Mapping[str, Any]) -> Structure | None:
     return read_format(fields)[0]
 
 
-def read_format(fields: Mapping[str, Any]) -> tuple[Structure | None, Unenforced]:
+def read_format(fields: Mapping[str, Any], relax: Relax = relaxed) -> tuple[Structure | None, Unenforced]:
     """The structure, and the parts of its schema that it does not ensure: only those of a `response_format` that is
     not `strict` may be left out."""
     unenforced = ENFORCED
@@ -41,7 +41,7 @@ def read_format(fields: Mapping[str, Any]) -> tuple[Structure | None, Unenforced
     if "structured_outputs" in fields:
         found += _structured_outputs(fields["structured_outputs"])
     if "response_format" in fields:
-        formats, unenforced = _response_format(fields["response_format"])
+        formats, unenforced = _response_format(fields["response_format"], relax)
         found += formats
     if len(found) > 1:
         names = ", ".join(f"'{structure.param}'" for structure in found)
@@ -57,7 +57,7 @@ def _structured_outputs(value: Mapping[str, Any]) -> list[Structure]:
     return [Structure(_STRUCTURED[name], item, param) for name, item in given.items()]
 
 
-def _response_format(value: Mapping[str, Any]) -> tuple[list[Structure], Unenforced]:
+def _response_format(value: Mapping[str, Any], relax: Relax) -> tuple[list[Structure], Unenforced]:
     param, kind = "response_format", value.get("type")
     value = {name: item for name, item in value.items() if item is not None}
     fields = {"json_schema": ("type", "json_schema"), "json_object": ("type", "schema")}
@@ -65,7 +65,7 @@ def _response_format(value: Mapping[str, Any]) -> tuple[list[Structure], Unenfor
     if kind == "text":
         return [], ENFORCED
     if kind == "json_object" and isinstance(value.get("schema"), dict):
-        return _schema(value["schema"], param)
+        return _schema(value["schema"], param, relax)
     if kind == "json_object":
         return [Structure("json_object", True, param)], ENFORCED
     if kind != "json_schema":
@@ -78,11 +78,11 @@ def _response_format(value: Mapping[str, Any]) -> tuple[list[Structure], Unenfor
     _refuse_unknown(named, ("name", "description", "schema", "strict"), param)
     if named.get("strict") is True:
         return [Structure("json_schema", named["schema"], param)], ENFORCED
-    return _schema(named["schema"], param)
+    return _schema(named["schema"], param, relax)
 
 
-def _schema(schema: Mapping[str, Any], param: str) -> tuple[list[Structure], Unenforced]:
-    shorter, dropped = relaxed(schema)
+def _schema(schema: Mapping[str, Any], param: str, relax: Relax) -> tuple[list[Structure], Unenforced]:
+    shorter, dropped = relax(schema)
     places = tuple(f"{param}/{place}" for place in dropped)
     unenforced = Unenforced(places, answer=schema, param=param) if places else ENFORCED
     return [Structure("json_schema", shorter, param)], unenforced

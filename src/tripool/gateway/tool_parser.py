@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from tripool.grammar.tools import AFTER_NAME, BEFORE_NAME, CLOSING, OPENING
+from tripool.grammar.tools import AFTER_NAME, BEFORE_NAME, CLOSING, NAME, OPENING
 
-_HEAD = re.compile(r"\n" + re.escape(BEFORE_NAME) + r"([a-zA-Z0-9_-]{1,64})" + re.escape(AFTER_NAME) + r"(?=\{)")
+_HEAD = re.compile(rf"\n{re.escape(BEFORE_NAME)}({NAME}){re.escape(AFTER_NAME)}(?=\{{)")
 _TAIL = "}\n" + CLOSING
 _SURELY_TAG = len("<tool")
 """Characters of the tag that no other text is likely to end with."""
@@ -173,5 +173,5 @@ def _may_become_head(text: str) -> bool:
     if len(text) <= len(before):
         return before.startswith(text)
     name, quote, after = text.removeprefix(before).partition('"')
-    named = text.startswith(before) and re.fullmatch(r"[a-zA-Z0-9_-]{0,64}", name)
-    return bool(named) and (not quote or (AFTER_NAME + "{").startswith(quote + after))
+    named = text.startswith(before) and (not name or re.fullmatch(NAME, name) is not None)
+    return named and (not quote or (AFTER_NAME + "{").startswith(quote + after))

@@ -10,7 +10,7 @@ from typing import Any
 from tripool.core import Conversation, Message, Structure
 from tripool.errors import InvalidRequest
 from tripool.gateway.schema_check import ENFORCED, Unenforced
-from tripool.grammar.relax import relaxed
+from tripool.grammar.relax import Relax, relaxed
 from tripool.grammar.tools import CLOSING, MAX_FUNCTIONS, OPENING, tool_structure
 
 _PREFACE = (
@@ -30,8 +30,8 @@ class Tools:
     unenforced: Unenforced = ENFORCED
 
 
-def read_tools(fields: Mapping[str, Any]) -> Tools:
-    """From `tools`, `tool_choice` and `parallel_tool_calls`."""
+def read_tools(fields: Mapping[str, Any], relax: Relax = relaxed) -> Tools:
+    """From `tools`, `tool_choice` and `parallel_tool_calls`. `relax`: for schemas that are no promise."""
     tools, choice = fields.get("tools", []), fields.get("tool_choice", "auto")
     functions = [_function(tool, f"tools[{number}]") for number, tool in enumerate(tools)]
     strict = {str(tool["function"].get("name")) for tool in tools if tool["function"].get("strict") is True}
@@ -57,17 +57,19 @@ def read_tools(fields: Mapping[str, Any]) -> Tools:
     required = choice != "auto"
     unenforced = ENFORCED
     if not required:  # else the schemas are a promise, as they are with `strict`
-        functions, unenforced = _relaxed(functions, strict)
+        functions, unenforced = _relaxed(functions, strict, relax)
     return Tools(tools, tool_structure(functions, required=required, parallel=parallel), required, unenforced)
 
 
-def _relaxed(functions: Sequence[dict[str, Any]], strict: Container[str]) -> tuple[list[dict[str, Any]], Unenforced]:
+def _relaxed(
+    functions: Sequence[dict[str, Any]], strict: Container[str], relax: Relax
+) -> tuple[list[dict[str, Any]], Unenforced]:
     """The same functions with schemas that a grammar can promise, and the parts that it cannot."""
     shorter, unenforced = [], ENFORCED
     for function in functions:
         schema, name = function.get("parameters"), function.get("name")
         if isinstance(schema, dict) and name not in strict:
-            parameters, dropped = relaxed(schema)
+            parameters, dropped = relax(schema)
             function = function | {"parameters": parameters}
             if dropped:
                 unenforced |= Unenforced(tuple(f"tools/{name}/{place}" for place in dropped), {str(name): schema})

@@ -8,17 +8,17 @@ them than a refusal. Annotations are left out too: they do not affect answers, a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 _ANNOTATIONS = frozenset({
     "description", "title", "$comment", "default", "examples", "example", "$schema", "$id", "deprecated", "readOnly",
-    "writeOnly", "nullable", "discriminator", "markdownDescription",
+    "writeOnly", "nullable", "discriminator", "markdownDescription", "$dynamicAnchor", "$recursiveAnchor",
 })  # fmt: skip
 _UNPROMISED = frozenset({
     "propertyNames", "uniqueItems", "not", "if", "then", "else", "contains", "minContains", "maxContains",
     "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties", "unevaluatedItems", "x-guidance",
-    "contentSchema",
+    "contentSchema", "$dynamicRef", "$recursiveRef",
 })  # fmt: skip
 """Keywords that llguidance does not have."""
 _SAYS_NOTHING: Mapping[str, tuple[Any, ...]] = {
@@ -45,6 +45,9 @@ _CLASS = re.compile(r"\\[pP]\{[^}]*\}|\\[pP].")
 _MAX_NAMED = 32
 """Parts named, of one schema."""
 
+Relax = Callable[[Mapping[str, Any]], tuple[dict[str, Any], tuple[str, ...]]]
+"""From a schema to one that allows all that it allows, and the places of what is left out."""
+
 
 def relaxed(schema: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """A copy that a grammar can promise, and the places of what is left out, such as `properties/tags/uniqueItems`."""
@@ -54,6 +57,12 @@ def relaxed(schema: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]
     if len(dropped) > _MAX_NAMED:
         dropped = [*dropped[:_MAX_NAMED], f"and {len(dropped) - _MAX_NAMED} more"]
     return result, tuple(dropped)
+
+
+def opened(schema: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Its type alone, for schemas of which no grammar can be made: contradictory or too large ones."""
+    kept = {name: schema[name] for name in ("type",) if name in schema and _is_valid(name, schema[name], schema)}
+    return {**kept, "additionalProperties": True}, ("*",)
 
 
 class _Relaxing:

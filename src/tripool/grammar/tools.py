@@ -28,7 +28,8 @@ AFTER_NAME = '", "arguments": '
 MAX_FUNCTIONS = 128
 MAX_PARALLEL_CALLS = 16
 
-_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+NAME = r"[a-zA-Z0-9_.:/-]{1,128}"
+"""Of a function: what OpenAI and the Model Context Protocol allow, and what gateways of tools put between its parts."""
 _OPTIONS = "x-guidance"
 _SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _COMPACT = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
@@ -92,8 +93,8 @@ def _start(required: bool, more: str, has_answer: bool) -> list[str]:
 def _function(function: object, param: str) -> tuple[str, dict[str, Any]]:
     """Name, and the schema of the arguments; without a schema it takes none."""
     name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(function, dict) or not isinstance(name, str) or not _NAME.fullmatch(name):
-        hint = "a name has 1 to 64 of a-z, A-Z, 0-9, '_' and '-'"
+    if not isinstance(function, dict) or not isinstance(name, str) or not re.fullmatch(NAME, name):
+        hint = "a name has 1 to 128 of a-z, A-Z, 0-9 and any of _ . : / -"
         raise InvalidRequest(f"a function has the name {str(name)[:100]!r}", hint=hint, param=param)
     schema = {} if function.get("parameters") is None else function["parameters"]
     if not isinstance(schema, dict) or schema.get("type", "object") != "object" or _OPTIONS in schema:
