@@ -18,7 +18,8 @@ from tripool.planner.rows.reading import Row
 
 _ROUNDS = 24
 _STACKS, _DRIFTS, _STEPS_S, _LAYERS_S = (0.5, 4.0), (0.01, 2.0), (0.0, 0.05), (0.0, 0.002)
-_HOSTS_S = (0.0, 0.01)
+_HOSTS_S, _EXPERTS_US = (0.0, 0.01), (0.0, 500.0)
+_OLD_SGLANG = "sglang to 0.5.8 b200"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +65,16 @@ def refit(rows: Sequence[Row], model: ModelShape, *, decode_row: Row | None = No
     found = _drift(found, "decode_drift", decode_row or of["routing decode_drift"], model)
     if "h200 agree_us" in of:
         found = _agreement(found, "h200", of["h200 agree_us"], model)
+    for key in ("experts_split_us", "experts_bf16_us"):
+        if f"{_OLD_SGLANG} {key}" in of:
+            found = _software(found, _OLD_SGLANG, key, of[f"{_OLD_SGLANG} {key}"], model, *_EXPERTS_US)
     if "b200 host_us" in of:
-        row = of["b200 host_us"]
-        start = found
+        row, start = of["b200 host_us"], found
         found = _solved(lambda value: start.with_host("b200", value), row, model, *_HOSTS_S)
     if "mi300x layer_us" in of:
         found = _layer(found, "mi300x", of["mi300x layer_us"], model)
     found = _stack(found, "h100", of["h100 prefill_stack"], model)
-    row = of["deepseek h800 prefill_stack"]
-    return _solved(lambda value: found.with_software("deepseek h800", "prefill_stack", value), row, model, *_STACKS)
+    return _software(found, "deepseek h800", "prefill_stack", of["deepseek h800 prefill_stack"], model, *_STACKS)
 
 
 def _stack(start: Constants, name: str, row: Row, model: ModelShape) -> Constants:
@@ -89,6 +91,12 @@ def _agreement(start: Constants, name: str, row: Row, model: ModelShape) -> Cons
 
 def _layer(start: Constants, name: str, row: Row, model: ModelShape) -> Constants:
     return _solved(lambda value: start.with_layer(name, value), row, model, *_LAYERS_S)
+
+
+def _software(
+    start: Constants, name: str, key: str, row: Row, model: ModelShape, low: float, high: float
+) -> Constants:  # fmt: skip
+    return _solved(lambda value: start.with_software(name, key, value), row, model, low, high)
 
 
 def _solved(tried: Callable[[float], Constants], row: Row, model: ModelShape, low: float, high: float) -> Constants:

@@ -23,7 +23,9 @@ CALIBRATION = {
     ("SGLang default", "prefill"): "h100 prefill_stack",
     ("DeepSeek profile-data", "prefill"): "deepseek h800 prefill_stack",
     ("SGLang long context, overlap scheduling", "decode"): "h200 agree_us",
-    ("SGLang on B200, 16 requests, prompts between the steps, TP8", "decode"): "b200 host_us",
+    ("SGLang on B200, one request, TP8", "decode"): "sglang to 0.5.8 b200 experts_split_us",
+    ("SGLang on B200, one request in BF16, TP8", "decode"): "sglang to 0.5.8 b200 experts_bf16_us",
+    ("SGLang on B200, 100 requests, prompts between the steps, TP8", "decode"): "b200 host_us",
     ("SGLang on MI300X, one request, TP8", "decode"): "mi300x layer_us",
 }
 """System and phase of a bundled row; the constant that it fixes."""
