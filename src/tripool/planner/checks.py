@@ -50,7 +50,11 @@ HARDWARE = {
     **{f"tflops.{name}": _TFLOPS for name in ("bf16", "fp8", "int8", "fp4")},
     "shares.gemm": _SHARE,
     "shares.memory": _SHARE,
-    **{f"shares.{kind}_{name}": _SHARE for kind in ("gemm", "grouped", "split") for name in ("bf16", "fp8", "int8", "fp4")},
+    **{
+        f"shares.{kind}_{name}": _SHARE
+        for kind in ("gemm", "grouped", "split")
+        for name in ("bf16", "fp8", "int8", "fp4")
+    },
     **{f"shares.grouped_memory_{name}": _SHARE for name in ("bf16", "fp8", "int8", "fp4")},
     "shares.attention_compute": _SHARE,
     "shares.attention_memory": _SHARE,

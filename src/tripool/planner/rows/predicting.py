@@ -107,9 +107,7 @@ def served_by(row: Row, hardware: Hardware, software: Software | None = None) ->
         known = _SOFTWARE.fullmatch(name)
         assert known is not None, name
         word, last, chip = known.groups()
-        if chip not in (None, hardware.name) or not re.search(
-            rf"\b{word}\b(?![ -]?[rv]\d)", row.system, re.IGNORECASE
-        ):
+        if chip not in (None, hardware.name) or not re.search(rf"\b{word}\b(?![ -]?[rv]\d)", row.system, re.IGNORECASE):
             continue
         if last is None or _version(row, word) <= (*map(int, last.split(".")), 0):
             hardware = _with(hardware, constants, drafting=not row.simulated)
