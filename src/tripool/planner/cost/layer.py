@@ -9,7 +9,7 @@ from math import exp
 
 from tripool.planner.cost.exchange import Exchanged, reduce_s
 from tripool.planner.cost.setup import Placed, Routing, Setup, StepCost, place_experts
-from tripool.planner.cost.skew import deviations, hottest
+from tripool.planner.cost.skew import deviations, hottest, share_chosen
 from tripool.planner.hardware import WEIGHT_BYTES, Hardware
 from tripool.planner.models import ModelShape
 from tripool.planner.models.shape import Gqa
@@ -210,7 +210,7 @@ class LayerModel:
         """Each rank computes its part of every expert, for the token copies of the whole group."""
         moe, setup = self.model.moe, self.setup
         assert moe is not None
-        active = moe.experts * (1.0 - exp(-copies / moe.experts))
+        active = moe.experts * share_chosen(copies, moe.experts, self.routing.step_spread)
         params = self.model.expert_params * active / setup.ep
         seconds = split_gemm_s(self.hardware, params, copies / max(active, 1e-9), setup.precision)
         return ExpertWork(seconds, 1.0, copies / setup.ep)
@@ -244,7 +244,7 @@ class LayerModel:
             ("experts", stack * count * work.seconds),
             ("shared expert", stack * count * self.shared_s(share)),
             ("activations", stack * count * self.passes_s(share)),
-            ("tensor parallel", count * self._reduce_s(share) * (2 if self.setup.split_experts else 1)),
+            ("tensor parallel", count * self._reduce_s(share) * (2 if self.setup.reduces_experts else 1)),
             ("layer", count * self.fixed_s),
         )
         if self.setup.expert_ranks:

@@ -91,7 +91,6 @@ def _hyphened(found: re.Match[str]) -> str:
 Software = Mapping[str, Mapping[str, float]]
 _SOFTWARE = re.compile(r"(\S+)(?: to ([\d.]+))?(?: (\S+))?")
 """Name of a section of `software.toml`: a system, the last of its versions, the hardware that it was measured on."""
-_NEWEST = 10**6
 
 
 @lru_cache(maxsize=1)
@@ -109,16 +108,22 @@ def served_by(row: Row, hardware: Hardware, software: Software | None = None) ->
         word, last, chip = known.groups()
         if chip not in (None, hardware.name) or not re.search(rf"\b{word}\b(?![ -]?[rv]\d)", row.system, re.IGNORECASE):
             continue
-        if last is None or _version(row, word) <= (*map(int, last.split(".")), 0):
+        if last is None or _is_old(f"{row.system} {row.source}", word, last, constants["until"]):
             hardware = _with(hardware, constants, drafting=not row.simulated)
     return hardware
 
 
-def _version(row: Row, word: str) -> tuple[int, ...]:
-    """That a row states of its software; later than all if it states none."""
-    number = rf"\b{word}[ -]v?(\d+(?:\.\d+)+)(?:\.post(\d+))?"
-    found = re.search(number, f"{row.system} {row.source}", re.IGNORECASE)
-    return (*map(int, found[1].split(".")), int(found[2] or 0)) if found else (_NEWEST,)
+def _is_old(words: str, software: str, last: str, until: float) -> bool:
+    """Up to version `last` of a software, by the version that a row states, or else by its date (year and month); what
+    states neither is new.
+    """
+    number = rf"\b{software}[ -]v?(\d+(?:\.\d+)+)(?:\.post(\d+))?"
+    if found := re.search(number, words, re.IGNORECASE):
+        return (*map(int, found[1].split(".")), int(found[2] or 0)) <= (*map(int, last.split(".")), 0)
+    if dated := re.search(r"\b(20\d\d)-(\d\d)\b", words):
+        return int(dated[1] + dated[2]) < until
+    arxiv = re.search(r"arXiv:(\d\d)(\d\d)\.\d", words, re.IGNORECASE)
+    return bool(arxiv) and 2000_00 + int(arxiv[1] + arxiv[2]) < until
 
 
 _TIMES = ("agree", "draft", "experts_bf16", "experts_split", "host", "latent", "latent_split")
