@@ -47,7 +47,7 @@ def grouped_gemm_s(hardware: Hardware, params: float, rows: float, precision: st
 
 
 def split_gemm_s(hardware: Hardware, params: float, rows: float, precision: str) -> float:
-    """A rank's part of experts that are split over a tensor-parallel group: narrow GEMMs, with kernels of their own."""
+    """Experts of one tensor-parallel group, a part of each on every rank or some of them: with kernels of their own."""
     read_s = params * WEIGHT_BYTES[precision] / (hardware.hbm_bytes_per_s * hardware.grouped_memory_shares[precision])
     rate = hardware.flops[precision] * hardware.split_shares[precision]
     return max(read_s, 2.0 * params * max(hardware.split_tile, rows + hardware.split_rows) / rate)
@@ -198,7 +198,8 @@ class LayerModel:
         # With few tokens, some experts are not read.
         active = placed.per_rank * (1.0 - exp(-hot_tokens / placed.per_rank))
         rows = hot_tokens / max(active, 1e-9)
-        seconds = grouped_gemm_s(self.hardware, self.model.expert_params * active, rows, setup.precision)
+        gemm = split_gemm_s if setup.reduces_experts else grouped_gemm_s  # the kernels of a server, or of an exchange
+        seconds = gemm(self.hardware, self.model.expert_params * active, rows, setup.precision)
         if placed.shared_ranks:
             shared_tokens = tokens * setup.attention_ranks / placed.shared_ranks
             shared_s = gemm_s(self.hardware, self.model.shared_params, shared_tokens, setup.dense_precision)
