@@ -122,8 +122,9 @@ def _is_old(words: str, software: str, last: str, until: float) -> bool:
         return (*map(int, found[1].split(".")), int(found[2] or 0)) <= (*map(int, last.split(".")), 0)
     if dated := re.search(r"\b(20\d\d)-(\d\d)\b", words):
         return int(dated[1] + dated[2]) < until
-    arxiv = re.search(r"arXiv:(\d\d)(\d\d)\.\d", words, re.IGNORECASE)
-    return bool(arxiv) and 2000_00 + int(arxiv[1] + arxiv[2]) < until
+    if arxiv := re.search(r"arXiv:(\d\d)(\d\d)\.\d", words, re.IGNORECASE):
+        return 2000_00 + int(arxiv[1] + arxiv[2]) < until
+    return False
 
 
 _TIMES = ("agree", "draft", "experts_bf16", "experts_split", "host", "latent", "latent_split")
