@@ -33,7 +33,7 @@ def test_rows_are_read_as_they_are_written(tripool, tmp_path):
         "b,H100,72,decode,FP8,72,256,2000,,2785,x\n"
         "LongCat-Flash,H800,128,decode,FP8,128,64,5000,0,3785,x\n"
         "c,H100,72,decode,FP8,72,4096,8000,0,2785,x\n"
-        "d,MI355X,8,decode,FP8,8,64,2000,0,9,x\n"
+        "d,Ascend 950DT,8,decode,FP8,8,64,2000,0,9,x\n"
     )
     ran = tripool("plan", "--validate", "--rows", str(rows))
     assert ran.code == 0

@@ -22,6 +22,7 @@ from tripool.planner.rows.judging import (
     MEDIAN_LEFT_OUT,
     MEDIAN_UNSEEN,
     PLAIN_MODEL,
+    SEEN,
     SHARE_UNSEEN,
     TABLES,
     UNSEEN,
@@ -39,21 +40,24 @@ def validate(model: ModelShape, rows: Path | None, as_json: bool, out: Console) 
     compared = compare_rows(table, model)
     found = verdicts(compared)
     left_out = leave_family_out(table, model) if rows is None and model.name == PLAIN_MODEL else []
-    later, held_out = (compare_rows(bundled_rows(name), model) if rows is None else [] for name in (UNSEEN, HELD_OUT))
+    names = (UNSEEN, SEEN, HELD_OUT)
+    later, seen, held_out = (compare_rows(bundled_rows(name), model) if rows is None else [] for name in names)
     holds = all(each.ok for each in found) and (not left_out or median_left_out(left_out) <= MEDIAN_LEFT_OUT)
     if as_json:
         typer.echo(
             json.dumps(
                 validation_data(compared, found, left_out)
-                | {"unseen": unseen_data(later), "held_out": unseen_data(held_out), "ok": holds},
+                | {name: unseen_data(each) for name, each in zip(names, (later, seen, held_out), strict=True)}
+                | {"ok": holds},
                 indent=1,
             )
         )
     else:
-        _show_rows([*compared, *later, *held_out], out)
+        _show_rows([*compared, *later, *seen, *held_out], out)
         _show(found, left_out, out)
         _show_unseen("rows that fixed no constant", unseen(later or compared), out)
-        _show_unseen("rows found after those", unseen(held_out), out)
+        _show_unseen("rows found after those, looked at since", unseen(seen), out)
+        _show_unseen("rows found last and predicted once", unseen(held_out), out)
     return holds
 
 

@@ -9,7 +9,7 @@ import pytest
 from tripool.planner.hardware import hardware_names, named_hardware
 from tripool.planner.models import named_model
 from tripool.planner.rows import CALIBRATION, band_of, bundled_rows, compare_rows, fixed_by, unseen, verdicts
-from tripool.planner.rows.judging import BARS, HELD_OUT, MEDIAN_UNSEEN, SHARE_UNSEEN, TABLES, UNSEEN
+from tripool.planner.rows.judging import BARS, HELD_OUT, MEDIAN_UNSEEN, SEEN, SHARE_UNSEEN, TABLES, UNSEEN
 
 R1 = named_model("deepseek-r1")
 ROWS = [row for name in TABLES for row in bundled_rows(name)]
@@ -53,7 +53,7 @@ def test_averages_are_shown_and_not_judged(compared) -> None:
 @pytest.mark.parametrize("name", hardware_names())
 def test_every_hardware_has_a_band_or_says_that_it_has_none(name: str, compared) -> None:
     band = band_of(named_hardware(name), R1)
-    judged = [*compared, *compare_rows([*bundled_rows(UNSEEN), *bundled_rows(HELD_OUT)], R1)]
+    judged = [*compared, *compare_rows([row for table in (UNSEEN, SEEN, HELD_OUT) for row in bundled_rows(table)], R1)]
     every = [each.prediction for each in judged if each.role == "validation"]
     own = [each for each in every if each.hardware.name == name]
     assert band.rows == len(own)
@@ -75,7 +75,7 @@ def test_figures_of_a_plan_have_limits() -> None:
     assert "published rows of H200" in words and "requests/s" in words and "TPOT ms" in words
 
 
-@pytest.mark.parametrize("name", ["ascend-950dt", "mi355x", "gb300-nvl72"])
+@pytest.mark.parametrize("name", ["ascend-950dt", "ascend-950pr", "h20-3e"])
 def test_hardware_without_rows_has_no_limits(name: str) -> None:
     band = band_of(named_hardware(name), R1)
     assert band.beside({"requests/s": 1.0}, {}) == "error: assumed, no published row"
@@ -93,11 +93,12 @@ def test_unseen_rows_fix_nothing_and_are_within_the_median() -> None:
     compared = compare_rows(bundled_rows(UNSEEN), R1)
     assert not any(each.role == "calibration" for each in compared)
     found = unseen(compared)
-    assert found.rows >= 40 and found.median <= MEDIAN_UNSEEN and found.share >= SHARE_UNSEEN
+    assert found.rows >= 39 and found.median <= MEDIAN_UNSEEN and found.share >= SHARE_UNSEEN
 
 
-def test_rows_held_out_fix_nothing_and_widen_the_bands() -> None:
+def test_rows_found_later_fix_nothing_and_widen_the_bands() -> None:
     """They are outside of the bars, and a plan's band says so."""
-    compared = compare_rows(bundled_rows(HELD_OUT), R1)
-    assert len(compared) >= 30 and all(each.role == "validation" for each in compared)
-    assert band_of(named_hardware("b200"), R1).within > 0.25
+    seen, held_out = (compare_rows(bundled_rows(name), R1) for name in (SEEN, HELD_OUT))
+    assert len(seen) >= 150 and len(held_out) >= 28
+    assert not any(each.role == "calibration" for each in [*seen, *held_out])
+    assert band_of(named_hardware("b200"), R1).within > 0.2

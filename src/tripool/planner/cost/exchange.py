@@ -85,8 +85,12 @@ def reduce_s(hardware: Hardware, model: ModelShape, *, tp: int, tokens: float) -
     if tp == 1:
         return 0.0
     plane, _ = _plane_of(hardware, tp)
-    moved = 2.0 * (tp - 1) / tp * tokens * 2 * model.hidden
-    return plane.latency_us * 1e-6 * (1 + (tp - 1).bit_length()) + moved / (plane.bytes_per_s / hardware.ranks)
+    most = hardware.exchange.reduce_gb_s * 1e9 if plane.kind == "memory" else float("inf")
+    rate = min(plane.bytes_per_s, most) / hardware.ranks
+    num_bytes = tokens * 2 * model.hidden
+    started_s = plane.latency_us * 1e-6 * (1 + (tp - 1).bit_length())
+    # Small messages go to everybody at once; of large ones each reduces a part, then everybody gets all parts.
+    return min(started_s + (tp - 1) * num_bytes / rate, 2 * started_s + 2.0 * (tp - 1) / tp * num_bytes / rate)
 
 
 def _plane_of(hardware: Hardware, ranks: int) -> tuple[Plane, float]:

@@ -9,21 +9,28 @@ from math import exp
 
 from tripool.planner.cost.exchange import Exchanged, reduce_s
 from tripool.planner.cost.setup import Placed, Routing, Setup, StepCost, place_experts
-from tripool.planner.cost.skew import deviations, hottest
+from tripool.planner.cost.skew import deviations, hottest, share_chosen
 from tripool.planner.hardware import WEIGHT_BYTES, Hardware
 from tripool.planner.models import ModelShape
 from tripool.planner.models.shape import Gqa
 
-_DENSE_KERNELS = 8
-"""Of a layer without experts: four GEMMs, rotary, attention, norm, activation."""
-_ATTENTION_KERNELS = 6
-"""Of attention that is not latent: two norms, two GEMMs, rotary, attention."""
+_DENSE_KERNELS = 11
+"""Of a layer without experts: four GEMMs, rotary, norm, activation, and attention, which takes as long as four."""
+_ATTENTION_KERNELS = 9
+"""Of attention that is not latent: two norms, which some models lack, two GEMMs, rotary, attention itself, as above."""
 _LINEAR_KERNELS = 8
 """Two norms, three GEMMs, convolution, gates, state."""
 _INDEX_KERNELS = 9
 """Three GEMMs, norm, rotary, transform, quantisation, scores, choice."""
 _SHARED_KERNELS = 3
 """Of a shared expert: two GEMMs and the activation."""
+_LAUNCHES = {"latent": 14, "attention": 8, "linear": 40, "index": 9, "experts": 12, "8 bits": 2, "shared": 4}
+"""Kernels of a prefill layer that the host launches one by one: with each kind of attention, norms and reductions, and
+routing, counted; quantisation of activations apart. Twelve of linear attention's are Triton's, started from Python,
+which takes as long as three others.
+"""
+_LAUNCHES_OF_LAYER = 32
+"""Of latent attention, 8-bit experts and a shared one, for which descriptions have `host_s`."""
 
 
 def gemm_s(hardware: Hardware, params: float, rows: float, precision: str) -> float:
@@ -37,6 +44,13 @@ def grouped_gemm_s(hardware: Hardware, params: float, rows: float, precision: st
     read_s = params * WEIGHT_BYTES[precision] / (hardware.hbm_bytes_per_s * hardware.grouped_memory_shares[precision])
     padded = max(hardware.gemm_tile, rows + hardware.gemm_rows)
     return max(read_s, 2.0 * params * padded / (hardware.flops[precision] * hardware.grouped_shares[precision]))
+
+
+def split_gemm_s(hardware: Hardware, params: float, rows: float, precision: str) -> float:
+    """Experts of one tensor-parallel group, a part of each on every rank or some of them: with kernels of their own."""
+    read_s = params * WEIGHT_BYTES[precision] / (hardware.hbm_bytes_per_s * hardware.grouped_memory_shares[precision])
+    rate = hardware.flops[precision] * hardware.split_shares[precision]
+    return max(read_s, 2.0 * params * max(hardware.split_tile, rows + hardware.split_rows) / rate)
 
 
 def memory_s(hardware: Hardware, num_bytes: float) -> float:
@@ -107,15 +121,40 @@ class LayerModel:
         fixed_s = hardware.layer_s
         if isinstance(model.attention, Gqa) and hardware.latent_s:
             linear = model.linear_layers / model.layers
-            kernels = (1.0 - linear) * _ATTENTION_KERNELS + linear * _LINEAR_KERNELS
+            full = _ATTENTION_KERNELS - (0 if model.attention.qk_norm else 2)
+            kernels = (1.0 - linear) * full + linear * _LINEAR_KERNELS
             fixed_s += kernels * kernel_s - hardware.latent_s
+        elif self.setup.tp > 1 and hardware.latent_split_s and not model.attention.index_topk:
+            fixed_s += hardware.latent_split_s - hardware.latent_s
         if hardware.latent_s and not model.shared_params:
             fixed_s -= _SHARED_KERNELS * kernel_s
-        if self.setup.precision == "fp4" and hardware.experts_fp4_s:
-            fixed_s += hardware.experts_fp4_s - hardware.experts_s
+        if hardware.experts_s:
+            fixed_s += self._experts_s - hardware.experts_s
         if model.attention.index_topk:
             fixed_s += hardware.index_s or _INDEX_KERNELS * kernel_s
         return fixed_s
+
+    @property
+    def _experts_s(self) -> float:
+        """Of the experts' kernels beside their weights."""
+        hardware, precision = self.hardware, self.setup.precision
+        known = {"fp4": hardware.experts_fp4_s, "bf16": hardware.experts_bf16_s}.get(precision, 0.0)
+        if not known and self.setup.split_experts:
+            known = hardware.experts_split_s
+        return known or hardware.experts_s
+
+    @cached_property
+    def launched_s(self) -> float:
+        """Least time of a prefill layer, by the number of kernels that the host launches for it."""
+        model = self.model
+        linear = model.linear_layers / model.layers
+        launches: float = _LAUNCHES["attention" if isinstance(model.attention, Gqa) else "latent"]
+        launches += linear * (_LAUNCHES["linear"] - launches)
+        launches += _LAUNCHES["index"] if model.attention.index_topk else 0
+        launches += _LAUNCHES["experts"] if model.moe else 0
+        launches += _LAUNCHES["shared"] if model.shared_params or model.moe is None else 0
+        launches += _LAUNCHES["8 bits"] if self.setup.dense_precision != "bf16" else 0
+        return self.hardware.host_s * launches / _LAUNCHES_OF_LAYER
 
     def passes_s(self, tokens: float) -> float:
         """Operators that only read and write activations."""
@@ -159,7 +198,8 @@ class LayerModel:
         # With few tokens, some experts are not read.
         active = placed.per_rank * (1.0 - exp(-hot_tokens / placed.per_rank))
         rows = hot_tokens / max(active, 1e-9)
-        seconds = grouped_gemm_s(self.hardware, self.model.expert_params * active, rows, setup.precision)
+        gemm = split_gemm_s if setup.reduces_experts else grouped_gemm_s  # the kernels of a server, or of an exchange
+        seconds = gemm(self.hardware, self.model.expert_params * active, rows, setup.precision)
         if placed.shared_ranks:
             shared_tokens = tokens * setup.attention_ranks / placed.shared_ranks
             shared_s = gemm_s(self.hardware, self.model.shared_params, shared_tokens, setup.dense_precision)
@@ -171,9 +211,9 @@ class LayerModel:
         """Each rank computes its part of every expert, for the token copies of the whole group."""
         moe, setup = self.model.moe, self.setup
         assert moe is not None
-        active = moe.experts * (1.0 - exp(-copies / moe.experts))
+        active = moe.experts * share_chosen(copies, moe.experts, self.routing.step_spread)
         params = self.model.expert_params * active / setup.ep
-        seconds = grouped_gemm_s(self.hardware, params, copies / max(active, 1e-9), setup.precision)
+        seconds = split_gemm_s(self.hardware, params, copies / max(active, 1e-9), setup.precision)
         return ExpertWork(seconds, 1.0, copies / setup.ep)
 
     def dense_layer(self, tokens: float, scores_s: float, *, stack: float = 1.0) -> LayerCost:
@@ -205,7 +245,7 @@ class LayerModel:
             ("experts", stack * count * work.seconds),
             ("shared expert", stack * count * self.shared_s(share)),
             ("activations", stack * count * self.passes_s(share)),
-            ("tensor parallel", count * self._reduce_s(share) * (2 if self.setup.split_experts else 1)),
+            ("tensor parallel", count * self._reduce_s(share) * (2 if self.setup.reduces_experts else 1)),
             ("layer", count * self.fixed_s),
         )
         if self.setup.expert_ranks:

@@ -26,6 +26,8 @@ class Routing:
     activation_passes: float
     jitter: float
     """Relative spread of a rank's compute time between two exchanges: clocks, refresh, launches."""
+    step_spread: float
+    """Spread (log-normal sigma) of how often experts are chosen in one step; some get nothing and are not read."""
 
 
 @lru_cache(maxsize=1)
@@ -79,8 +81,14 @@ class Setup:
 
     @property
     def exchanging_ranks(self) -> int:
-        """Ranks that send tokens to experts of each other."""
-        return 1 if self.split_experts else self.ep
+        """Ranks that send tokens to experts of each other. In one tensor-parallel group every rank has all tokens: it
+        computes its own experts, or its part of each, and the results are reduced.
+        """
+        return 1 if self.reduces_experts else self.ep
+
+    @property
+    def reduces_experts(self) -> bool:
+        return self.tp == self.ep and self.tp > 1
 
     @property
     def query_tokens(self) -> int:

@@ -18,6 +18,7 @@ from tripool.planner.cost.setup import Balance
 _STRIDE = 97  # coprime to usual numbers of experts: without balancing, popular experts are anywhere
 _GRID = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
 _ROUNDS = 18
+_QUANTILES = 16
 _MEDIAN = 0.6931  # expected number of ranks above the median of the maximum: -ln(1/2)
 
 
@@ -83,6 +84,19 @@ def _packed(chosen: list[float], slots: int, ranks: int) -> list[list[float]]:
         if len(held[rank]) < room:
             heapq.heappush(lightest, (total + load, rank))
     return held
+
+
+def share_chosen(copies: float, experts: int, spread: float) -> float:
+    """Of `experts`, those that get any of so many token copies, if their popularity is log-normal with this spread."""
+    mean = copies / experts
+    return sum(1.0 - exp(-mean * weight) for weight in _weights(spread)) / _QUANTILES
+
+
+@lru_cache(maxsize=16)
+def _weights(spread: float) -> tuple[float, ...]:
+    normal = NormalDist()
+    found = [exp(spread * normal.inv_cdf((index + 0.5) / _QUANTILES)) for index in range(_QUANTILES)]
+    return tuple(weight * _QUANTILES / sum(found) for weight in found)
 
 
 @lru_cache(maxsize=256)

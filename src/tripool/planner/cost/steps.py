@@ -124,7 +124,7 @@ class PrefillModel(_Instance):
             layers.insert(0, (self.model.moe_layers, moe))
         head_s = self._layer.head_s(tokens / prompt)  # only a prompt's last position needs the head
         load_s = self._load_s((1.0 - own) * tokens * cached / (prompt - cached), plane)
-        launched_s = self.model.layers * hardware.host_s * self._layer.fixed_s / hardware.layer_s
+        launched_s = self.model.layers * self._layer.launched_s
         waits_s = max(0.0, launched_s - sum(count * layer.seconds for count, layer in layers))
         fixed = {"head": head_s, "step": hardware.step_s, "cached prefix": load_s, "launches": waits_s}
         return step_cost(layers, fixed)

@@ -68,6 +68,8 @@ class Exchange:
     """`fixed_us` where all ranks are on one memory plane."""
     decode_gb_s: float = float("inf")
     """Rate of the low-latency kernels over the memory plane, per chip; they do not reach a fast plane's own."""
+    reduce_gb_s: float = float("inf")
+    """The same of all-reduces."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +90,8 @@ class Hardware:
     """Share of a precision's peak that large GEMMs reach."""
     grouped_shares: Mapping[str, float]
     """The same of a decode step's grouped GEMMs over experts."""
+    split_shares: Mapping[str, float]
+    """The same of experts that are split over a tensor-parallel group."""
     memory_share: float
     grouped_memory_shares: Mapping[str, float]
     """Share of the memory bandwidth at which experts' weights of a precision are read."""
@@ -103,10 +107,13 @@ class Hardware:
     """Rows that a grouped GEMM loses to tiling and filling its pipeline, per expert."""
     gemm_tile: float
     """Least number of rows that a grouped GEMM computes per expert."""
+    split_rows: float
+    """`gemm_rows` and `gemm_tile` where experts are split."""
+    split_tile: float
     layer_s: float
     """Of a layer and microbatch beside its operators' bytes and operations: launches, ramps, small kernels."""
     dense_layer_s: float
-    """The same of a layer without experts: eight kernels."""
+    """The same of a layer without experts: eight kernels, of which attention takes as long as four others."""
     step_s: float
     prefill_stack: float
     """A prefill layer's compute time over the sum of its operators at their own efficiencies."""
@@ -125,12 +132,17 @@ class Hardware:
     """Of a decode step before which several ranks with requests of their own agree on it."""
     latent_s: float = 0.0
     """Part of `layer_s` that latent attention takes; 0: not known apart, other attention takes as long."""
+    latent_split_s: float = 0.0
+    """The same of latent attention whose heads are split over a tensor-parallel group."""
     index_s: float = 0.0
     """What the indexer of sparse attention adds to a layer; 0: not known, counted by its kernels."""
     experts_s: float = 0.0
     """Part of `layer_s` that 8-bit experts take beside their weights."""
     experts_fp4_s: float = 0.0
     """The same of 4-bit experts, which one kernel computes; 0: not known, as the others."""
+    experts_bf16_s: float = 0.0
+    experts_split_s: float = 0.0
+    """The same of 8-bit experts that are split over a tensor-parallel group."""
     host_s: float = 0.0
     """Least time of a prefill layer: the host launches its kernels one by one, while decode steps are graphs."""
     draft_s: float = 0.0
@@ -174,6 +186,8 @@ def parse_hardware(text: str, origin: str) -> Hardware:
     gemm_shares = {name: number("shares", f"gemm_{name}", default=gemm) for name in flops}
     grouped = {name: number("shares", f"grouped_{name}", default=gemm_shares[name]) for name in flops}
     grouped_memory = {name: number("shares", f"grouped_memory_{name}", default=memory) for name in flops}
+    split = {name: number("shares", f"split_{name}", default=grouped[name]) for name in flops}
+    gemm_rows, gemm_tile = number("overheads", "gemm_rows"), number("overheads", "gemm_tile", default=0.0)
     eight_bit = number("shares", "attention_8bit", default=0.0)
     layer_us = number("overheads", "layer_us")
     return Hardware(
@@ -190,14 +204,19 @@ def parse_hardware(text: str, origin: str) -> Hardware:
         prefill_attention_share=number("shares", "prefill_attention", default=attention),
         prefill_attention_8bit_share=number("shares", "prefill_attention_8bit", default=eight_bit),
         attention_sparse_share=number("shares", "attention_sparse", default=attention * _SPARSE),
-        gemm_rows=number("overheads", "gemm_rows"), gemm_tile=number("overheads", "gemm_tile", default=0.0),
+        gemm_rows=gemm_rows, gemm_tile=gemm_tile, split_shares=split,
+        split_rows=number("overheads", "split_rows", default=gemm_rows),
+        split_tile=number("overheads", "split_tile", default=gemm_tile),
         layer_s=layer_us * 1e-6, dense_layer_s=number("overheads", "dense_layer_us", default=layer_us) * 1e-6,
         step_s=number("overheads", "step_us") * 1e-6, agree_s=number("overheads", "agree_us", default=0.0) * 1e-6,
         latent_s=number("overheads", "latent_us", default=0.0) * 1e-6,
+        latent_split_s=number("overheads", "latent_split_us", default=0.0) * 1e-6,
         host_s=number("overheads", "host_us", default=0.0) * 1e-6,
         index_s=number("overheads", "index_us", default=0.0) * 1e-6,
         experts_s=number("overheads", "experts_us", default=0.0) * 1e-6,
         experts_fp4_s=number("overheads", "experts_fp4_us", default=0.0) * 1e-6,
+        experts_bf16_s=number("overheads", "experts_bf16_us", default=0.0) * 1e-6,
+        experts_split_s=number("overheads", "experts_split_us", default=0.0) * 1e-6,
         prefill_stack=number("overheads", "prefill_stack", least=0.1),
         buffers_bytes=number("overheads", "buffers_gb") * 1e9 / ranks,
         exchange=_exchange(facts),
@@ -211,8 +230,8 @@ def _exchange(facts: Facts) -> Exchange:
     names = ("fixed_us", "per_peer_us", "token_us", "prefill_core_share", "decode_exposed", "prefill_exposed")
     found = {name: facts.number("exchange", name) for name in names}
     near_us = facts.number("exchange", "near_us", default=found["fixed_us"])
-    decode_gb_s = facts.number("exchange", "decode_gb_s", default=float("inf"))
-    return Exchange(**found, near_us=near_us, decode_gb_s=decode_gb_s)
+    rates = {name: facts.number("exchange", name, default=float("inf")) for name in ("decode_gb_s", "reduce_gb_s")}
+    return Exchange(**found, near_us=near_us, **rates)
 
 
 def _plane(facts: Facts, path: str, table: Mapping[str, object]) -> Plane:

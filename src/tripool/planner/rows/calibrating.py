@@ -17,8 +17,9 @@ from tripool.planner.rows.predicting import hardware_of, named_software, predict
 from tripool.planner.rows.reading import Row
 
 _ROUNDS = 24
-_STACKS, _DRIFTS, _STEPS_S, _LAYERS_S = (0.5, 4.0), (0.01, 2.0), (0.0, 0.05), (0.0, 0.002)
-_HOSTS_S = (0.0, 0.01)
+_STACKS, _DRIFTS, _STEPS_US, _LAYERS_S = (0.5, 4.0), (0.01, 2.0), (0.0, 5e4), (0.0, 0.002)
+_HOSTS_S, _EXPERTS_US = (0.0, 0.01), (0.0, 500.0)
+_OLD_SGLANG, _WAITING = "sglang to 0.5.8 b200", "sglang to 0.5.7"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +39,6 @@ class Constants:
     def with_stack(self, name: str, value: float) -> Constants:
         return replace(self, hardware=self.hardware | {name: replace(self.hardware[name], prefill_stack=value)})
 
-    def with_agreement(self, name: str, seconds: float) -> Constants:
-        return replace(self, hardware=self.hardware | {name: replace(self.hardware[name], agree_s=seconds)})
-
     def with_layer(self, name: str, seconds: float) -> Constants:
         return replace(self, hardware=self.hardware | {name: replace(self.hardware[name], layer_s=seconds)})
 
@@ -57,22 +55,24 @@ class Constants:
 def refit(rows: Sequence[Row], model: ModelShape, *, decode_row: Row | None = None) -> Constants:
     """From the calibration rows among `rows`; another `decode_row` may fix the decode drift (leave-one-out)."""
     of = {constant: row for row in rows if (constant := fixed_by(row))}
-    hardware = {name: named_hardware(name) for name in ("ascend-910c", "h100", "h200", "b200", "mi300x")}
+    hardware = {name: named_hardware(name) for name in ("ascend-910c", "h100", "h200", "b200", "mi300x", "mi355x")}
     found = Constants(named_routing(), hardware, dict(named_software()))
     found = _stack(found, "ascend-910c", of["ascend-910c prefill_stack"], model)
     found = _drift(found, "prefill_drift", of["routing prefill_drift"], model)
     found = _drift(found, "decode_drift", decode_row or of["routing decode_drift"], model)
-    if "h200 agree_us" in of:
-        found = _agreement(found, "h200", of["h200 agree_us"], model)
+    if f"{_WAITING} agree_us" in of:
+        found = _software(found, _WAITING, "agree_us", of[f"{_WAITING} agree_us"], model, *_STEPS_US)
+    for key in ("experts_split_us", "experts_bf16_us"):
+        if f"{_OLD_SGLANG} {key}" in of:
+            found = _software(found, _OLD_SGLANG, key, of[f"{_OLD_SGLANG} {key}"], model, *_EXPERTS_US)
     if "b200 host_us" in of:
-        row = of["b200 host_us"]
-        start = found
+        row, start = of["b200 host_us"], found
         found = _solved(lambda value: start.with_host("b200", value), row, model, *_HOSTS_S)
-    if "mi300x layer_us" in of:
-        found = _layer(found, "mi300x", of["mi300x layer_us"], model)
+    for name in ("mi300x", "mi355x"):
+        if f"{name} layer_us" in of:
+            found = _layer(found, name, of[f"{name} layer_us"], model)
     found = _stack(found, "h100", of["h100 prefill_stack"], model)
-    row = of["deepseek h800 prefill_stack"]
-    return _solved(lambda value: found.with_software("deepseek h800", "prefill_stack", value), row, model, *_STACKS)
+    return _software(found, "deepseek h800", "prefill_stack", of["deepseek h800 prefill_stack"], model, *_STACKS)
 
 
 def _stack(start: Constants, name: str, row: Row, model: ModelShape) -> Constants:
@@ -83,12 +83,14 @@ def _drift(start: Constants, name: str, row: Row, model: ModelShape) -> Constant
     return _solved(lambda value: start.with_drift(name, value), row, model, *_DRIFTS)
 
 
-def _agreement(start: Constants, name: str, row: Row, model: ModelShape) -> Constants:
-    return _solved(lambda value: start.with_agreement(name, value), row, model, *_STEPS_S)
-
-
 def _layer(start: Constants, name: str, row: Row, model: ModelShape) -> Constants:
     return _solved(lambda value: start.with_layer(name, value), row, model, *_LAYERS_S)
+
+
+def _software(
+    start: Constants, name: str, key: str, row: Row, model: ModelShape, low: float, high: float
+) -> Constants:  # fmt: skip
+    return _solved(lambda value: start.with_software(name, key, value), row, model, low, high)
 
 
 def _solved(tried: Callable[[float], Constants], row: Row, model: ModelShape, low: float, high: float) -> Constants:
@@ -122,7 +124,7 @@ def leave_family_out(rows: Sequence[Row], model: ModelShape) -> list[LeftOut]:
         families.setdefault(hardware.family, []).append(row)
     others = {
         "910C": _without_910c, "H100": _without_h100, "H800": _without_h800, "H200": _without_h200,
-        "B200": _without_b200, "MI300X": _without_mi300x,
+        "B200": _without_b200, "MI300X": _without_mi300x, "MI355X": _without_mi355x,
     }  # fmt: skip
     found = []
     for family, own in families.items():
@@ -151,13 +153,19 @@ def _without_h800(rows: Sequence[Row], model: ModelShape, shipped: Constants) ->
 
 def _without_h200(rows: Sequence[Row], model: ModelShape, shipped: Constants) -> tuple[Constants, str]:
     row = next(row for row in rows if row.system == "SGLang PD+EP decode")
-    agree_s = _agreement(shipped, "h100", row, model).hardware["h100"].agree_s
-    return shipped.with_agreement("h200", agree_s), "agreement by H100"
+    return _software(shipped, _WAITING, "agree_us", row, model, *_STEPS_US), "agreement by H100"
 
 
 def _without_mi300x(rows: Sequence[Row], model: ModelShape, shipped: Constants) -> tuple[Constants, str]:
     return shipped.with_layer("mi300x", shipped.hardware["h200"].layer_s), "layer by H200"
 
 
+def _without_mi355x(rows: Sequence[Row], model: ModelShape, shipped: Constants) -> tuple[Constants, str]:
+    return shipped.with_layer("mi355x", shipped.hardware["mi300x"].layer_s), "layer by MI300X"
+
+
 def _without_b200(rows: Sequence[Row], model: ModelShape, shipped: Constants) -> tuple[Constants, str]:
-    return shipped.with_host("b200", 0.0), "no host time"
+    chip = shipped.hardware["b200"]
+    found = shipped.with_software(_OLD_SGLANG, "experts_split_us", chip.experts_s * 1e6)
+    found = found.with_software(_OLD_SGLANG, "experts_bf16_us", chip.experts_bf16_s * 1e6)
+    return found.with_host("b200", 0.0), "newest kernels, no host time"

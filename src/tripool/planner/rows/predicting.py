@@ -89,11 +89,13 @@ def _hyphened(found: re.Match[str]) -> str:
 
 
 Software = Mapping[str, Mapping[str, float]]
+_SOFTWARE = re.compile(r"(\S+)(?: to ([\d.]+))?(?: (\S+))?")
+"""Name of a section of `software.toml`: a system, the last of its versions, the hardware that it was measured on."""
 
 
 @lru_cache(maxsize=1)
 def named_software() -> dict[str, dict[str, float]]:
-    """Constants of serving software, by its name, or by its name and the hardware it was measured on."""
+    """Constants of serving software, by its name, version and the hardware it was measured on."""
     facts = Facts(files("tripool.planner.rows").joinpath("software.toml").read_text("utf-8"), "software.toml")
     return {name: facts.table(name) for name in facts.sections()}
 
@@ -101,19 +103,42 @@ def named_software() -> dict[str, dict[str, float]]:
 def served_by(row: Row, hardware: Hardware, software: Software | None = None) -> Hardware:
     """The hardware with the constants of the software that a row names."""
     for name, constants in (named_software() if software is None else software).items():
-        word, _, chip = name.partition(" ")
-        if chip in ("", hardware.name) and re.search(rf"\b{word}\b(?![ -]?[rv]\d)", row.system, re.IGNORECASE):
+        known = _SOFTWARE.fullmatch(name)
+        assert known is not None, name
+        word, last, chip = known.groups()
+        if chip not in (None, hardware.name) or not re.search(rf"\b{word}\b(?![ -]?[rv]\d)", row.system, re.IGNORECASE):
+            continue
+        if last is None or _is_old(f"{row.system} {row.source}", word, last, constants["until"]):
             hardware = _with(hardware, constants, drafting=not row.simulated)
     return hardware
 
 
+def _is_old(words: str, software: str, last: str, until: float) -> bool:
+    """Up to version `last` of a software, by the version that a row states, or else by its date (year and month); what
+    states neither is new.
+    """
+    number = rf"\b{software}[ -]v?(\d+(?:\.\d+)+)(?:\.post(\d+))?"
+    if found := re.search(number, words, re.IGNORECASE):
+        return (*map(int, found[1].split(".")), int(found[2] or 0)) <= (*map(int, last.split(".")), 0)
+    if dated := re.search(r"\b(20\d\d)-(\d\d)\b", words):
+        return int(dated[1] + dated[2]) < until
+    if arxiv := re.search(r"arXiv:(\d\d)(\d\d)\.\d", words, re.IGNORECASE):
+        return 2000_00 + int(arxiv[1] + arxiv[2]) < until
+    return False
+
+
+_TIMES = ("agree", "draft", "experts_bf16", "experts_split", "host", "latent", "latent_split")
+"""Constants in microseconds that software may replace."""
+
+
 def _with(hardware: Hardware, constants: Mapping[str, float], *, drafting: bool) -> Hardware:
-    return replace(
-        hardware, prefill_stack=constants.get("prefill_stack", hardware.prefill_stack),
-        host_s=constants["host_us"] * 1e-6 if "host_us" in constants else hardware.host_s,
-        agree_s=constants["agree_us"] * 1e-6 if "agree_us" in constants else hardware.agree_s,
-        draft_s=constants["draft_us"] * 1e-6 if drafting and "draft_us" in constants else hardware.draft_s,
-    )  # fmt: skip
+    times = {f"{name}_s": constants[f"{name}_us"] * 1e-6 for name in _TIMES if f"{name}_us" in constants}
+    if not drafting:
+        times.pop("draft_s", None)
+    if "latent_s" in times:  # which is a part of a layer's
+        times["layer_s"] = hardware.layer_s + times["latent_s"] - hardware.latent_s
+    stack = constants.get("prefill_stack", hardware.prefill_stack)
+    return replace(hardware, prefill_stack=stack, **times)  # type: ignore[arg-type]
 
 
 def predict(
