@@ -21,7 +21,7 @@ import msgspec
 
 from tripool.batch.read import body_of, read_lines
 from tripool.batch.store import BatchStore
-from tripool.batch.types import Answered, Batch, Line
+from tripool.batch.types import FIRST_REST_S, MAX_REST_S, MAX_TRIES, RETRIED, Answered, Batch, Line
 from tripool.errors import TripoolError
 
 _LOG = logging.getLogger("tripool.batch")
@@ -30,9 +30,6 @@ _TICK_S = 0.25
 _WRITE_S = 0.02
 """Answers that come within this time are written together."""
 _EXPIRED = {"code": "batch_expired", "message": "this request was not run before the batch expired"}
-_RETRIED = frozenset({408, 429, 500, 502, 503, 504, 529})
-_MAX_TRIES = 8
-_FIRST_REST_S, _MAX_REST_S = 0.2, 10.0
 
 T = TypeVar("T")
 
@@ -209,14 +206,14 @@ class BatchRunner:
 
     async def _run(self, one: _Open, line: Line) -> None:
         batch, request_id = one.batch, f"batch_req_{line.batch_id[6:]}_{line.number}"
-        rest_s = _FIRST_REST_S
+        rest_s = FIRST_REST_S
         try:
-            for left in reversed(range(_MAX_TRIES)):
+            for left in reversed(range(MAX_TRIES)):
                 reply = await self._try(batch, line, request_id)
-                if not left or reply.status_code not in _RETRIED:
+                if not left or reply.status_code not in RETRIED:
                     break
                 await asyncio.sleep(rest_s)
-                rest_s = min(2 * rest_s, _MAX_REST_S)
+                rest_s = min(2 * rest_s, MAX_REST_S)
             response = {
                 "status_code": reply.status_code,
                 "request_id": reply.request_id,
