@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from typing import Any
 
@@ -46,14 +47,14 @@ def run_table_on_ray(job: TableJob, model: Model, *, on_progress: OnProgress | N
             try:
                 nodes = len(ray.nodes())
                 ray.data.DataContext.get_current().enable_progress_bars = False
+                logging.getLogger("ray.data").setLevel(logging.ERROR)
                 todo = ray.data.from_items(
                     [{"number": part.number} for part in rest], override_num_blocks=len(rest)
                 ).map(
                     _Partitions,
                     fn_constructor_args=(job, one.input, model),
-                    concurrency=min(nodes, len(rest)),
+                    compute=ray.data.ActorPoolStrategy(size=min(nodes, len(rest))),
                     num_cpus=1,
-                    scheduling_strategy="SPREAD",
                 )
                 for done in todo.iter_rows():
                     one.tell(int(done["rows"]))
