@@ -225,14 +225,15 @@ def test_what_every_row_would_be_refused_for_ends_the_run(tmp_path: Path) -> Non
     with pytest.raises(TripoolError, match="not"):
         run(path, tmp_path / "a", schema=hard)
     with running_server() as server:
+        url = server.server.url
         job = TableJob(inputs=(str(path),), out=str(tmp_path / "b"), prompt="{{ text }}")
         with pytest.raises(InvalidRequest, match="answers 404"):
-            run_table(job, ServedModel(server.server.url, "no-such-model"))
+            run_table(job, ServedModel(url, "no-such-model"))
         job = TableJob(inputs=(str(path),), out=str(tmp_path / "c"), prompt="{{ text }}", schema=hard)
         with pytest.raises(InvalidRequest, match="answers 400"):
-            run_table(job, ServedModel(server.server.url))
+            run_table(job, ServedModel(url))
     with pytest.raises(TripoolError, match="cannot reach"):
-        ServedModel(server.server.url)
+        ServedModel(url)
 
 
 BAD_JOBS: list[tuple[dict[str, Any], str]] = [

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -71,10 +73,29 @@ def register(app: typer.Typer, load: Load) -> None:
             where: ServedModel | LocalModel = ServedModel(url, model, api_key=api_key, at_once=at_once)
         else:
             where = LocalModel(model or "", config, load if on == "here" else None)
-        with progress(where.name, None, enabled=stderr().is_terminal) as update:
-            done = run(job, where, on_progress=lambda ready, total: update(completed=ready, total=total))
+        with ExitStack() as shown:
+            done = run(job, where, on_progress=_Bar(where.name, shown))
         told = f"{done.rows:,} rows answered, {done.bad:,} bad, in {done.partitions:,} partitions"
         typer.echo(told + (f", {done.resumed:,} of them from before" if done.resumed else ""))
+
+
+class _Bar:
+    """A bar on a terminal, from the first row on: before it, the model's own display of its loading is there."""
+
+    def __init__(self, name: str, shown: ExitStack) -> None:
+        self._name, self._shown = name, shown
+        self._update: Callable[..., None] | None = None
+        self._before: int | None = None
+
+    def __call__(self, ready: int, total: int) -> None:
+        if self._before is None:
+            self._before = ready
+            return
+        if self._update is None:
+            bar = progress(self._name, total, enabled=stderr().is_terminal)
+            self._update = self._shown.enter_context(bar)
+            self._update(completed=self._before)  # the estimate counts from here
+        self._update(completed=ready)
 
 
 def _text(option: str) -> str:
