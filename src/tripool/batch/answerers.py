@@ -161,11 +161,20 @@ class ServedAnswerer:
     def wait(self) -> list[Reply]:
         done, self._tasks = self._runner.run(self._first())
         self._last_s = self._clock()
+        failed = [error for task in done if (error := task.exception()) is not None]
+        if failed:
+            raise failed[0]
         return [task.result() for task in done]
 
     def close(self) -> None:
+        self._runner.run(self._cancelled())
         self._client.close()
-        self._runner.close()  # cancels what is under way
+        self._runner.close()
+
+    async def _cancelled(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _first(self) -> tuple[set[asyncio.Task[Reply]], set[asyncio.Task[Reply]]]:
         return await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
