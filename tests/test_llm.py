@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 import tripool
 from tripool import LLM, SamplingParams
+from tripool.answer import Generation
 from tripool.core import TokenEvent
 from tripool.engine.fake import fake_text
 from tripool.engine.fake_paged import PagedFake
@@ -173,3 +176,19 @@ def test_the_package_lists_its_names():
     assert {name for name in tripool.__all__ if not hasattr(tripool, name)} == set()
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = tripool.nothing
+
+
+def test_requests_may_be_begun_one_by_one_while_others_end() -> None:
+    with LLM(PagedFake(fake_text())) as llm:
+        requests = [llm.request(f"prompt {n}", SamplingParams(max_tokens=3 + n, seed=n), id=str(n)) for n in range(6)]
+        for request in requests[:4]:
+            llm.begin(request)
+        found = dict(llm.finished())
+        for request in requests[4:]:
+            llm.begin(request)
+        while len(found) < 6:
+            found |= llm.finished()
+        assert llm.finished() == {}
+        for request, alone in zip(requests, llm.run([replace(one, id=f"{one.id}!") for one in requests]), strict=True):
+            answer = found[request.id]
+            assert isinstance(answer, Generation) and answer.text == alone.text

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tripool.core import Request, SamplingParams, TokenEvent, TokenLogprobs
+from tripool.core import Request, SamplingParams, Slo, TokenEvent, TokenLogprobs
 from tripool.errors import EngineStopped, SlowReader, TripoolError
 from tripool.token_stream import Tally, TokenStream
 
@@ -120,3 +120,30 @@ def test_no_more_than_the_bound_ever_waits(steps: list[Any], bound: int) -> None
             ended = sum(waiting) > bound
             assert stream.put(event("a", index, top=step)) == (not ended)
     assert ended == any(isinstance(item, SlowReader) for item in read(stream))
+
+
+def test_a_background_answer_is_read_together_unless_it_may_stop_at_a_string() -> None:
+    """Of an online answer every token is read as it comes; so is the first of any."""
+
+    async def read_so_far(background: bool, stop: str = "") -> list[int]:
+        params = SamplingParams(stop=stop or ())
+        asked = Request(id="a", prompt_ids=(1,), params=params, seed=0, slo=Slo(background=background))
+        stream, found, sizes = TokenStream([asked]), list[TokenEvent](), list[int]()
+
+        async def reader() -> None:
+            while (one := await stream.read()) is not None:
+                found.append(one)
+
+        reading = asyncio.create_task(reader())
+        for index in range(100):
+            stream.put(event("a", index, last=index == 99))
+            for _ in range(3):
+                await asyncio.sleep(0)
+            sizes.append(len(found))
+        await reading
+        assert [one.index for one in found] == list(range(100))
+        return sizes
+
+    assert asyncio.run(read_so_far(False)) == asyncio.run(read_so_far(True, "x")) == list(range(1, 101))
+    sizes = asyncio.run(read_so_far(True))
+    assert sizes[0] == 1 and sizes[-1] == 100 and len(set(sizes)) <= 6

@@ -60,6 +60,7 @@ class LLM:
         self.tokenizer = Tokenizer(model.text)
         self._mapped: dict[str, deque[TokenEvent | RequestFailed]] = {}
         """Unread events per open request: one step serves all readers."""
+        self._begun: dict[str, Answer] = {}
 
     def generate(
         self,
@@ -124,6 +125,27 @@ class LLM:
             for request_id in left:
                 self._forget(request_id)
         return [answer.generation() for answer in answers.values()]
+
+    def begin(self, request: Request) -> None:
+        """Add a request whose answer `finished` will give. For callers that have more requests than fit in memory."""
+        self._add(request)
+        self._begun[request.id] = Answer(request, self.tokenizer)
+
+    def finished(self) -> dict[str, Generation | RequestFailed]:
+        """Step until some of the begun requests have ended, and give their answers by id; none if none is open."""
+        ended: dict[str, Generation | RequestFailed] = {}
+        while self._begun and not ended:
+            self._step()
+            for request_id in [i for i in self._begun if self._mapped[i]]:
+                answer = self._begun[request_id]
+                try:
+                    if not self._feed(answer):
+                        continue
+                    ended[request_id] = answer.generation()
+                except RequestFailed as failure:
+                    ended[request_id] = failure
+                self._forget(request_id)
+        return ended
 
     def close(self) -> None:
         """Cancel open requests and release the engine's memory. Closing twice is fine."""
@@ -193,6 +215,7 @@ class LLM:
     def _forget(self, request_id: str) -> None:
         """Cancelling is idempotent: also right for finished requests and for those never added."""
         self._mapped.pop(request_id, None)
+        self._begun.pop(request_id, None)
         if self._engine is not None:
             self._engine.cancel(request_id)
 

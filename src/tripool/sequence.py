@@ -77,6 +77,8 @@ class Seq:
     prompt_scores: list[TokenLogprobs] = field(default_factory=list)
     """Of the prompt's tokens from the second on, as far as they are computed; they leave with the first token."""
     prompt_len: int = 0
+    is_background: bool = False
+    """Of the request. A step looks at that of every sequence."""
     stop_ids: frozenset[int] = frozenset()
     """Tokens that end this sequence once it has `min_tokens`."""
     _draws_from: int | float = inf
@@ -87,13 +89,10 @@ class Seq:
     def __post_init__(self) -> None:
         params = self.request.params
         self.prompt_len = len(self.request.prompt_ids)
+        self.is_background = self.request.slo.background
         self.stop_ids = self.request.stop_ids
         self._draws_from = params.min_tokens if _draws(params) else inf
         self._simple_from = self._draws_from if params.logprobs is None else inf
-
-    @property
-    def is_background(self) -> bool:
-        return self.request.slo.background
 
     @property
     def num_generated(self) -> int:

@@ -16,6 +16,10 @@ from tripool.errors import SlowReader, TripoolError
 MAX_UNREAD = 2**18
 """Unread tokens and top log-probabilities per reader: some tens of megabytes."""
 
+_TOGETHER = 32
+"""Tokens of a background answer that are read at once: nobody sees it before its end, and to wake a reader for each
+token costs as much as the token's text."""
+
 _Item = TokenEvent | TripoolError | None
 """None only wakes the consumer: one of its requests was cancelled."""
 
@@ -56,7 +60,12 @@ class TokenStream:
     """Events of one or several requests; used on the consumer's event loop only."""
 
     def __init__(self, requests: Iterable[Request], watcher: Watcher | None = None, now_s: float = 0.0) -> None:
+        requests = tuple(requests)
         self.added_s = now_s
+        # A stop string is found by who reads: then every token is read at once.
+        gathers = all(request.slo.background and not request.params.stop for request in requests)
+        self._together = _TOGETHER if gathers else 1
+        self._num_read = 0
         self.choices_left = {request.id: request.params.n for request in requests}
         """Choices per request whose end was not read yet."""
         self._to_make = dict(self.choices_left)
@@ -101,9 +110,10 @@ class TokenStream:
         # One reader, and no more bookkeeping than one needs: every token of every stream passes here.
         left = self.choices_left
         while left:
-            if self._items:
+            if self._items and not self._num_read % self._together:
                 # Neither this nor a fast client's send() would give way: a backlog must not starve other tasks.
                 await asyncio.sleep(0)
+            self._num_read += 1
             while not self._items:
                 self._waiter = asyncio.get_running_loop().create_future()
                 await self._waiter
@@ -124,8 +134,13 @@ class TokenStream:
 
     def _append(self, item: _Item) -> None:
         self._items.append(item)
-        if self._waiter is not None and not self._waiter.done():
+        if self._waiter is not None and not self._waiter.done() and self._is_due(item):
             self._waiter.set_result(None)
+
+    def _is_due(self, item: _Item) -> bool:
+        """Whether the reader wakes for it. It does for a first token, whose time is noted."""
+        is_inner = isinstance(item, TokenEvent) and item.index > 0 and item.finish_reason is None
+        return not is_inner or len(self._items) >= self._together
 
     def _made_last(self, request_id: str) -> None:
         left = self._to_make.get(request_id, 0) - 1

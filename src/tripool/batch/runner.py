@@ -21,7 +21,7 @@ import msgspec
 
 from tripool.batch.read import body_of, read_lines
 from tripool.batch.store import BatchStore
-from tripool.batch.types import Answered, Batch, Line
+from tripool.batch.types import FIRST_REST_S, MAX_REST_S, MAX_TRIES, RETRIED, Answered, Batch, Line
 from tripool.errors import TripoolError
 
 _LOG = logging.getLogger("tripool.batch")
@@ -30,9 +30,6 @@ _TICK_S = 0.25
 _WRITE_S = 0.02
 """Answers that come within this time are written together."""
 _EXPIRED = {"code": "batch_expired", "message": "this request was not run before the batch expired"}
-_RETRIED = frozenset({408, 429, 500, 502, 503, 504, 529})
-_MAX_TRIES = 8
-_FIRST_REST_S, _MAX_REST_S = 0.2, 10.0
 
 T = TypeVar("T")
 
@@ -86,6 +83,8 @@ class BatchRunner:
         """Tenants with open batches, the next one first."""
         self._answers: list[Answered] = []
         self._wake = asyncio.Event()
+        self._changed = False
+        """Whether the store has other batches than when it was last looked at."""
         self._task: asyncio.Task[None] | None = None
         self._validating: set[str] = set()
         self.num_answered = 0
@@ -97,7 +96,8 @@ class BatchRunner:
         return await asyncio.get_running_loop().run_in_executor(self._disk, partial(work, *args, **named))
 
     def wake(self) -> None:
-        """Batches were added or cancelled."""
+        """Batches were added, cancelled or found good."""
+        self._changed = True
         self._wake.set()
 
     @property
@@ -132,8 +132,9 @@ class BatchRunner:
         next_look_s = float("-inf")
         while True:
             try:
-                if self._wake.is_set() or time.monotonic() >= next_look_s:
-                    self._wake.clear()
+                self._wake.clear()
+                if self._changed or time.monotonic() >= next_look_s:
+                    self._changed = False
                     next_look_s = time.monotonic() + _TICK_S
                     await self._look()
                 await self._write()
@@ -143,7 +144,7 @@ class BatchRunner:
                 _LOG.error("batches wait", extra={"code": error.code, "why": str(error)})
                 await asyncio.sleep(1.0)
             try:
-                await asyncio.wait_for(self._wake.wait(), _WRITE_S if self._answers or self._open else _TICK_S)
+                await asyncio.wait_for(self._wake.wait(), _WRITE_S if self._answers else _TICK_S)
             except TimeoutError:
                 continue
 
@@ -179,7 +180,7 @@ class BatchRunner:
             _LOG.error("batches wait", extra={"code": error.code, "why": str(error)})
         finally:
             self._validating.discard(batch.id)
-            self._wake.set()
+            self.wake()
 
     async def _begin_lines(self) -> None:
         while self._may_start() and self.num_running < self._slots():
@@ -209,14 +210,14 @@ class BatchRunner:
 
     async def _run(self, one: _Open, line: Line) -> None:
         batch, request_id = one.batch, f"batch_req_{line.batch_id[6:]}_{line.number}"
-        rest_s = _FIRST_REST_S
+        rest_s = FIRST_REST_S
         try:
-            for left in reversed(range(_MAX_TRIES)):
+            for left in reversed(range(MAX_TRIES)):
                 reply = await self._try(batch, line, request_id)
-                if not left or reply.status_code not in _RETRIED:
+                if not left or reply.status_code not in RETRIED:
                     break
                 await asyncio.sleep(rest_s)
-                rest_s = min(2 * rest_s, _MAX_REST_S)
+                rest_s = min(2 * rest_s, MAX_REST_S)
             response = {
                 "status_code": reply.status_code,
                 "request_id": reply.request_id,
@@ -230,12 +231,14 @@ class BatchRunner:
 
     async def _try(self, batch: Batch, line: Line, request_id: str) -> Reply:
         try:
-            path = self.store.path(await self.call(self.store.file, batch.tenant, batch.input_file_id))
-            body = await self.call(body_of, path, line)
+            body = await self.call(self._read_body, batch, line)
         except (TripoolError, OSError, msgspec.DecodeError, ValueError) as error:
             shown = {"error": {"message": f"the input file cannot be read: {error}", "code": "invalid_file"}}
             return Reply(400, request_id, msgspec.json.encode(shown))
         return await self._answer(batch, request_id, body)
+
+    def _read_body(self, batch: Batch, line: Line) -> bytes:
+        return body_of(self.store.path(self.store.file(batch.tenant, batch.input_file_id)), line)
 
     async def _write(self) -> None:
         if self._answers:

@@ -13,6 +13,10 @@ ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/me
 MAX_LINES = 50_000
 MAX_FILE_BYTES = 200 * 10**6
 MAX_LINE_BYTES = 4 * 2**20
+RETRIED = frozenset({408, 429, 500, 502, 503, 504, 529})
+"""Statuses of passing reasons."""
+MAX_TRIES = 8
+FIRST_REST_S, MAX_REST_S = 0.2, 10.0
 
 
 class FileUnknown(TripoolError, status=404, code="file_unknown"):

@@ -9,6 +9,7 @@ import typer
 
 from tripool import __version__
 from tripool.cli import (
+    batch,
     bench,
     cache,
     chat,
@@ -42,7 +43,7 @@ def create_cli(load: Load = load_model) -> typer.Typer:
         add_completion=False,
         pretty_exceptions_enable=False,
     )
-    for loading in (serve, chat, generate):
+    for loading in (serve, chat, generate, batch):
         loading.register(app, load)
     plain = (
         bench, reproduce, models, plan, simulate, status, keys, cache, doctor, explain, processes, quantize, evaluate,

@@ -60,8 +60,8 @@ class Background:
 
     def plan(self, batch: Sequence[Seq], waiting: Sequence[Seq]) -> None:
         """Before a step. `batch`: those that decode or have a prompt under way."""
-        self.yields = self._num_others > 0 and not all(seq.is_background for seq in (*batch, *waiting))
         own = [seq for seq in batch if seq.is_background] if self.num_open else []
+        self.yields = self._num_others > 0 and (len(own) < len(batch) or not all(seq.is_background for seq in waiting))
         if not self.yields:
             own = sorted(own, key=lambda seq: seq.num_generated)[self._most_rows() :] if self._is_short else []
         self.paused = frozenset(own)

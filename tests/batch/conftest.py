@@ -1,0 +1,3 @@
+from cli.conftest import models, tripool
+
+__all__ = ["models", "tripool"]
