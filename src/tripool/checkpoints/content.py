@@ -1,4 +1,4 @@
-"""Content hashes of files and folders, and files that are whole or not there: what artefacts and the registry rest on."""
+"""Content hashes of files and folders, and JSON files that are whole or not there, for artefacts and the registry."""
 
 from __future__ import annotations
 

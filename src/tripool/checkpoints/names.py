@@ -11,7 +11,7 @@ from pathlib import Path
 from tripool.checkpoints.base import Checkpoint
 from tripool.checkpoints.fetch import Progress, WheelModel, fetch, is_fetched
 from tripool.checkpoints.folder import FolderCheckpoint
-from tripool.checkpoints.registry import Registry, registered
+from tripool.checkpoints.registry import Registered, Registry, find
 from tripool.errors import CheckpointMissing, WrongDtype
 
 BUNDLED: Mapping[str, Path] = {"tiny": Path(__file__).parent / "bundled" / "tiny"}
@@ -67,6 +67,17 @@ def open_checkpoint(
     known = ", ".join([*BUNDLED, *FETCHED, *Registry().names()])
     hint = f"known names: {known}; or give the path of a Hugging Face folder or of a .gguf file"
     raise CheckpointMissing(f"no model '{name_or_path}'", hint=hint, file=path)
+
+
+def registered(model: str | Path) -> Registered | None:
+    """A model of a registry; names that are known otherwise are not."""
+    return None if model in BUNDLED or model in FETCHED else find(str(model))
+
+
+def pinned(model: str) -> str:
+    """A name of a registry, with the version that it means now: processes that open it later open the same one."""
+    found = registered(model)
+    return model if found is None else found.pinned
 
 
 def locate(name_or_path: str | Path, *, cache_dir: Path | None = None) -> Path | None:

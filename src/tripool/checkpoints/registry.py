@@ -222,10 +222,15 @@ class Registered:
             raise RegistryError(f"no version of '{self.name}' is published", hint=hint)
         return self.registry.version(self.name, number)
 
+    @property
+    def pinned(self) -> str:
+        """With its version: what opens it later opens the same one."""
+        return f"{self.prefix}{self.version().label}"
 
-def registered(model: str | Path) -> Registered | None:
+
+def find(model: str) -> Registered | None:
     """None: not in a registry. A version that a known model does not have raises VersionUnknown later."""
-    head, slash, last = str(model).rpartition("/")
+    head, slash, last = model.rpartition("/")
     name, at, number = last.partition("@")
     if at and not (number.isdecimal() and len(number) < 10):
         return None
@@ -233,9 +238,3 @@ def registered(model: str | Path) -> Registered | None:
     if not registry.has(name):
         return None
     return Registered(registry, name, int(number) if at else None, head + slash)
-
-
-def pinned(model: str) -> str:
-    """A registered name with the version that it means now: processes that open it later open the same one."""
-    found = registered(model)
-    return model if found is None or found.number is not None else f"{found.prefix}{found.version().label}"

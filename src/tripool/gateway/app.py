@@ -51,6 +51,7 @@ from tripool.gateway.schema_check import SchemaCheck
 from tripool.gateway.slo import read_header_slo
 from tripool.gateway.stream import AnswerResponse
 from tripool.gateway.tokens import token_routes
+from tripool.gateway.versions import canary_routes
 from tripool.grammar import Trial
 from tripool.tenants import Caller, Tenant
 from tripool.text import NotQuick, StopFinder
@@ -70,7 +71,8 @@ def model_routes(models: Models, bodies: Bodies) -> APIRouter:
 
     @routes.get("/v1/models")
     async def all_models() -> dict[str, Any]:
-        return {"object": "list", "data": [shown(served) for served in models]}
+        named = [shown(served) | {"id": name, "version": served.name} for name, served in models.names.items()]
+        return {"object": "list", "data": named + [shown(served) for served in models]}
 
     @routes.post("/v1/models/load", openapi_extra=body_docs(ONE_MODEL.schema()))
     async def load(http: HttpRequest) -> dict[str, Any]:
@@ -88,7 +90,8 @@ def model_routes(models: Models, bodies: Bodies) -> APIRouter:
 
     @routes.get("/v1/models/{model_id:path}")
     async def one_model(model_id: str) -> dict[str, Any]:
-        return shown(models.find(model_id))
+        served = models.find(model_id)
+        return shown(served) | ({} if served.name == model_id else {"id": model_id, "version": served.name})
 
     return routes
 
@@ -118,6 +121,7 @@ def create_models_app(
     reading = FairPool("reading", num_threads=_READING_THREADS, max_waiting=_MAX_READING_BYTES)
     app.include_router(token_routes(models, bodies, reading))
     app.include_router(model_routes(models, bodies))
+    app.include_router(canary_routes(models, bodies))
     app.include_router(ollama_routes(models, bodies))
 
     def connection_ended(code: str) -> None:
@@ -231,7 +235,7 @@ class Answering:
         )
 
     def _ended(self, caller: Caller, served: Served, record: Record) -> None:
-        served.metrics.ended(record)
+        self._models.ended(served, record)
         if self._access is not None:
             self._access.ended(record, caller, served.name)
 
@@ -245,16 +249,21 @@ class Answering:
         return await self._prepared(raw, api, sender)
 
     async def _prepared(self, raw: bytes, api: Api, sender: Sender) -> tuple[Served, Job]:
-        tenant = sender.tenant
-        served, job = await self._parsed(tenant, len(raw), partial(self._parse, raw, api, sender))
-        check_echoes(job)
+        tenant, meant = sender.tenant, list[Served]()
         try:
-            served.check(job.requests)
-        except ContextOverflow as error:
-            error.param = {"completion": "prompt", "grpc": "input"}.get(api, "messages")
+            served, job = await self._parsed(tenant, len(raw), partial(self._parse, raw, api, sender, meant))
+            check_echoes(job)
+            try:
+                served.check(job.requests)
+            except ContextOverflow as error:
+                error.param = {"completion": "prompt", "grpc": "input"}.get(api, "messages")
+                raise
+            await self._try(job.requests[0], tenant)
+            return served, job
+        except TripoolError:
+            if meant:
+                self._models.refused(meant[-1])
             raise
-        await self._try(job.requests[0], tenant)
-        return served, job
 
     async def _try(self, request: Request, tenant: Tenant) -> None:
         """Compile a grammar in a sandbox before it reaches an engine."""
@@ -274,12 +283,16 @@ class Answering:
                 return parse(quick=True)
         return await self._reading.run(tenant.name, parse, size=num_bytes)
 
-    def _parse(self, raw: bytes, api: Api, sender: Sender, *, quick: bool = False) -> tuple[Served, Job]:
+    def _parse(
+        self, raw: bytes, api: Api, sender: Sender, meant: list[Served], *, quick: bool = False
+    ) -> tuple[Served, Job]:
+        """`meant` gets the model, also of a request that is refused."""
         if api == "grpc":
             from tripool.gateway.grpc.parse import to_body  # here: its packages may be missing
 
             raw = to_body(raw)
-        served = self._models.meant_by(raw)
+        served = self._models.meant_by(raw, sender.tenant.name)
+        meant.append(served)
         parser = served.parser.quick if quick else served.parser
         parse: dict[Api, Callable[[bytes, Sender], Job]] = {
             "chat": parser.chat,

@@ -1,7 +1,7 @@
 """Tasks that score a model: questions with choices or with an answer to be written. Reads and checks their files.
 
-A `.jsonl` file is one task, named after the file, a question per line. A `.toml` file has several, `[[task]]` each, with
-options of their own and questions in it or in a `.jsonl` file beside it. No tensors.
+A `.jsonl` file is one task, named after the file, a question per line. A `.toml` file has several, `[[task]]` each,
+with options of their own and questions in it or in a `.jsonl` file beside it. No tensors.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Pipelines: train or import, quantise, evaluate, register, canary, publish, resumable after any stage and inside them.
+"""Pipelines: train or import, quantise, evaluate, register, canary, publish; resumable after and inside any stage.
 
-Calls what `tripool train`, `quantize` and `eval` call; artefacts lie in the pipeline's folder, versions in the registry.
-Knows a running server only by what it is given.
+Calls what `tripool train`, `quantize` and `eval` call; artefacts are in the pipeline's folder, versions in the
+registry. Knows a running server only by what it is given.
 """
 
 from tripool.batch.pipeline.config import PipelineError, read_pipeline

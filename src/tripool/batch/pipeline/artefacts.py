@@ -3,8 +3,8 @@
     FOLDER/STAGE-KEY/           an artefact: `artefact.json`, and what the stage made
     FOLDER/STAGE-KEY.begun/     a stage under way, or killed: it goes on from what it finds there
 
-The key is a hash of the stage's settings and of the contents of its inputs. An artefact counts when its own contents have
-the hash that was noted when it was made; the folder gets its name last.
+The key is a hash of the stage's settings and of the contents of its inputs. An artefact counts when its own contents
+have the hash that was noted when it was made; the folder gets its name last.
 """
 
 from __future__ import annotations
@@ -106,9 +106,7 @@ class Artefacts:
             stage, key, settings, inputs, output, content_hash(made.output), dict(made.figures),
             round(time.monotonic() - started_s, 3), time.time(), tripool.__version__, path,
         )  # fmt: skip
-        for file in (
-            [made.output] if made.output.is_file() else [one for one in made.output.rglob("*") if one.is_file()]
-        ):
+        for file in [made.output, *made.output.rglob("*")]:
             sync(file)
         write_durably(begun / _NOTE, note.lineage())
         shutil.rmtree(path, ignore_errors=True)  # one that is not what it was

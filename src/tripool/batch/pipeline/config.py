@@ -5,20 +5,17 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tripool.checkpoints.names import BUNDLED, FETCHED
+from tripool.control.canary import CanaryPlan
 from tripool.errors import TripoolError
 
 COMPARED = (
-    "perplexity",
-    "reference_perplexity",
-    "perplexity_change",
-    "next_token_agreement",
-    "mean_kl",
-    "greedy_agreement",
-)
+    "perplexity", "reference_perplexity", "perplexity_change", "next_token_agreement", "mean_kl", "greedy_agreement"
+)  # fmt: skip
 """Figures of a text."""
 TRAINED = ("held_out_loss", "held_out_perplexity")
 _TOP = ("name", "folder", "registry", "train", "import", "quantize", "eval", "gate", "canary")
@@ -71,22 +68,14 @@ class Eval:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Canary:
-    """As `POST /v1/models/canary` takes it."""
+class Canary(CanaryPlan):
+    """As `POST /v1/canary/NAME` takes it."""
 
     url: str
-    share: float = 0.1
-    requests: int = 200
-    seconds: float = 3600.0
-    min_requests: int = 20
-    max_error_rate: float = 0.01
-    ttft_ms: float = 0.0
-    tpot_ms: float = 0.0
-    objective_share: float = 0.95
-    max_slowdown: float = 2.0
+    """Of a running server of one process that serves the model by its name."""
 
     def asked(self) -> dict[str, Any]:
-        return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "url"}
+        return {name: value for name, value in asdict(self).items() if name != "url"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,9 +155,7 @@ def read_pipeline(file: Path) -> Pipeline:
         folder=base / Path(folder).expanduser(),
         registry=base / Path(registry).expanduser() if registry else None,
         base=base,
-        source=_table(Train, tables["train"], "train")
-        if "train" in tables
-        else _table(Import, tables["import"], "import"),
+        source=_table(Train, tree["train"], "train") if "train" in tree else _table(Import, tree["import"], "import"),
         quantize=None if without else _table(Quantize, tables.get("quantize", {}), "quantize"),
         eval=_table(Eval, tables.get("eval", {}), "eval"),
         gate=_gate(tables.get("gate"), tables.get("eval", {})),
@@ -236,7 +223,9 @@ def _flat(values: Mapping[str, Any], before: str = "") -> list[tuple[str, Any]]:
 
 
 def _check(pipeline: Pipeline) -> None:
-    evaluated, canary = pipeline.eval, pipeline.canary
+    evaluated = pipeline.eval
+    if pipeline.name in (*BUNDLED, *FETCHED):
+        raise PipelineError(f"'{pipeline.name}' is another model's name", hint="give it one of its own")
     if not evaluated.text and not evaluated.tasks:
         raise PipelineError("[eval] reads nothing", hint="give it a text or tasks")
     if evaluated.precision not in ("float32", "int8", "w8a8"):
@@ -249,15 +238,9 @@ def _check(pipeline: Pipeline) -> None:
     if evaluated.tasks:
         from tripool.quant.tasks import read_tasks  # here: imports the room's torch
 
-        measured |= {
-            f"{task.name}.{name}" for task in read_tasks(pipeline.path(evaluated.tasks)) for name in task.figures
-        }
+        tasks = read_tasks(pipeline.path(evaluated.tasks))
+        measured |= {f"{task.name}.{name}" for task in tasks for name in task.figures}
     for name in (*pipeline.gate.min, *pipeline.gate.max):
         if name not in measured:
             hint = f"measured: {', '.join(sorted(measured))}"
             raise PipelineError(f"the gate has a bar for '{name}', which is not measured", hint=hint)
-    if canary is not None:
-        positive = canary.requests > 0 and canary.seconds > 0 and 0 < canary.min_requests <= canary.requests
-        if not (0 < canary.share < 1 and positive and 0 <= canary.max_error_rate < 1):
-            hint = "0 < share < 1; 0 < min_requests <= requests; seconds > 0; 0 <= max_error_rate < 1"
-            raise PipelineError("[canary] cannot be run", hint=hint)
