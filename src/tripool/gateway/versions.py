@@ -131,10 +131,13 @@ class VersionedModel:
         self._number = number
         """Of `current`."""
         self._refused_pointer: int | None = None
+        self._look_s = 0.0
+        """When the pointer is looked at next."""
         self._state: dict[str, Any] = {"state": "none"}
         self._sides: dict[str, Served] = {}
         """By response, while a canary runs: what goes on from it stays on its side."""
         self._tasks: set[asyncio.Task[None]] = set()
+        self._ended_one = asyncio.Event()
 
     # ---- for requests -----------------------------------------------------------------------------------------------
 
@@ -152,6 +155,7 @@ class VersionedModel:
         """A request that this version's tokenizer, template or limits refuse."""
         if self._canary is not None and served in (self.current, self._candidate):
             self._canary.ended(is_new=served is self._candidate, failed=True)
+            self._ended_one.set()
 
     def ended(self, served: Served, record: Record) -> None:
         canary = self._canary
@@ -162,6 +166,7 @@ class VersionedModel:
             is_new=served is self._candidate, failed=record.state == "failed",
             ttft_ms=timing.get("first_token"), tpot_ms=timing.get("per_token") or None,
         )  # fmt: skip
+        self._ended_one.set()
         self._sides[record.id] = served
         if len(self._sides) > _MOST_RESPONSES:
             del self._sides[next(iter(self._sides))]
@@ -236,7 +241,10 @@ class VersionedModel:
     async def keep(self) -> None:
         """As long as the server runs."""
         while True:
-            await asyncio.sleep(_LOOK_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_S):
+                    await self._ended_one.wait()
+            self._ended_one.clear()
             with suppress(TripoolError, OSError):  # of the registry's folder: it is looked at again
                 await self.look()
 
@@ -247,7 +255,10 @@ class VersionedModel:
                 await self._publish(verdict.reason)
             else:
                 self._roll_back(verdict.reason)
-        await self._follow(await in_thread(self._source.published))
+        now_s = self._clock()
+        if now_s >= self._look_s:
+            self._look_s = now_s + _LOOK_S
+            await self._follow(await in_thread(self._source.published))
 
     async def _follow(self, number: int | None) -> None:
         """Serve what the pointer shows: it was moved by a pipeline, or by `tripool models publish` or `rollback`."""

@@ -86,14 +86,16 @@ class Gate:
     max: Mapping[str, float] = field(default_factory=dict)
 
     def missed(self, figures: Mapping[str, float]) -> list[str]:
-        """A sentence for each bar that was missed."""
+        """A sentence for each bar that was missed; also by a figure that could not be measured."""
         found = []
         for name, bar in self.min.items():
-            if not figures[name] >= bar:
-                found.append(f"{name} is {figures[name]:.6g}, below {bar:g}")
+            value = figures.get(name, math.nan)
+            if not value >= bar:
+                found.append(f"{name} is {value:.6g}, below {bar:g}")
         for name, bar in self.max.items():
-            if not figures[name] <= bar:
-                found.append(f"{name} is {figures[name]:.6g}, above {bar:g}")
+            value = figures.get(name, math.nan)
+            if not value <= bar:
+                found.append(f"{name} is {value:.6g}, above {bar:g}")
         return found
 
 
