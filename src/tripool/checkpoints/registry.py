@@ -94,7 +94,8 @@ class Registry:
         return Version(name, number, path, said["content"], said["created_s"], said["lineage"])
 
     def published(self, name: str) -> int | None:
-        return self._pointer(name)["version"]
+        number: int | None = self._pointer(name)["version"]
+        return number
 
     def _pointer(self, name: str) -> dict[str, Any]:
         file = self.folder / name / _POINTER

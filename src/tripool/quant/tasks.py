@@ -104,7 +104,7 @@ def _table(table: dict[str, Any], file: Path) -> Task:
             hint = f"known: name, file, questions, {', '.join(_OPTIONS)}"
             raise TaskError(f"task '{name}' has an unknown option '{key}'", hint=hint, file=file)
         texts = wanted is not list or (isinstance(value, list) and all(isinstance(one, str) for one in value))
-        if type(value) is not wanted or not texts or (key == "max_tokens" and value < 1):
+        if type(value) is not wanted or not texts or (isinstance(value, int) and key == "max_tokens" and value < 1):
             raise TaskError(f"task '{name}': {key} is {value!r}", hint="see docs/quantize.md", file=file)
     if "stop" in options:
         options["stop"] = tuple(one for one in options["stop"] if one)
