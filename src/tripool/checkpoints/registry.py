@@ -13,6 +13,7 @@ import fcntl
 import os
 import re
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -109,8 +110,7 @@ class Registry:
         known = next((one for one in self.versions(name) if one.lineage.get("key") == key), None)
         if known is not None:
             return known
-        copied = folder / f"{_UNFINISHED}{os.getpid()}"
-        shutil.rmtree(copied, ignore_errors=True)
+        copied = Path(tempfile.mkdtemp(prefix=f"{_UNFINISHED}{os.getpid()}-", dir=folder))
         _copy(source, copied)
         content = content_hash(copied if source.is_dir() else copied / source.name)
         with self._locked(folder):
@@ -166,7 +166,8 @@ class Registry:
     def _clean(self, folder: Path, own: Path) -> None:
         """Remove copies and versions without a record, of killed processes."""
         for one in folder.glob(f"{_UNFINISHED}*"):
-            if one != own and not Path(f"/proc/{one.name.removeprefix(_UNFINISHED)}").exists():
+            pid = one.name.removeprefix(_UNFINISHED).partition("-")[0]
+            if one != own and not Path(f"/proc/{pid}").exists():
                 shutil.rmtree(one, ignore_errors=True)
         for one in folder.glob(f"{folder.name}@*"):
             if one.is_dir() and not one.with_name(f"{one.name}.json").exists():
@@ -192,10 +193,10 @@ def _copy(source: Path, target: Path) -> None:
     """Durable and read-only."""
     try:
         if source.is_dir():
-            shutil.copytree(source, target)
+            shutil.copytree(source, target, dirs_exist_ok=True)
         else:
-            target.mkdir()
             shutil.copyfile(source, target / source.name)
+        target.chmod(0o755)
         for file in [one for one in target.rglob("*") if one.is_file()]:
             file.chmod(0o444)
             sync(file)
