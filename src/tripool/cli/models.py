@@ -118,7 +118,7 @@ def _show_history(name: str, format: Format) -> None:
     for one in versions:
         made = datetime.fromtimestamp(one.created_s, UTC).strftime("%Y-%m-%d %H:%M")
         figures = ", ".join(f"{key} {value:.5g}" for key, value in one.lineage.get("figures", {}).items())
-        source = next(iter(one.lineage.get("stages", [])), {}).get("stage", "")
+        source = "".join(stage["stage"] for stage in one.lineage.get("stages", [])[:1])
         table.add_row(one.label, "yes" if one.number == published else "", one.content[:12], made, source, figures)
     Console().print(table)
 

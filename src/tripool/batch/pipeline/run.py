@@ -193,7 +193,7 @@ class Run:
             version = self._registry.version(self._pipeline.name, int(said["version"]))
         except RegistryError:
             return False
-        return content_hash(version.path) == said["content"]
+        return content_hash(version.path) == str(said["content"])
 
     def _lineage(self, figures: Mapping[str, float]) -> dict[str, Any]:
         from tripool.hosts.models import code_identity  # what decides the bits of an answer
