@@ -93,7 +93,7 @@ def test_a_good_version_is_published_and_a_conversation_stays_on_one_side(
             assert len(versions) == 1, versions
             sides |= versions
     assert sides == {"story@1", "story@2"}
-    for number in range(4):
+    for number in range(8):
         body = {"model": "story", "max_output_tokens": 2, "input": f"Response {number}"}
         before = client.post("/v1/responses", json=body).json()
         after = client.post("/v1/responses", json=body | {"input": "And?", "previous_response_id": before["id"]}).json()

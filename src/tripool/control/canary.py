@@ -19,6 +19,7 @@ from statistics import median
 from tripool.errors import InvalidRequest
 
 _MOST_TIMES = 10_000
+_NEEDED = 20
 _FEWEST_TIMES = 10
 """Medians of fewer are not compared."""
 
@@ -31,8 +32,8 @@ class CanaryPlan:
     """After so many requests to the new version it is decided."""
     seconds: float = 3600.0
     """Or after this time."""
-    min_requests: int = 20
-    """With fewer in that time, it is rolled back: nothing is known of it."""
+    min_requests: int = 0
+    """With fewer in that time, it is rolled back: nothing is known of it. 0: as many as `requests`, 20 at most."""
     max_error_rate: float = 0.01
     """Share of failed requests, above that of the version beside it."""
     ttft_ms: float = 0.0
@@ -49,7 +50,7 @@ class CanaryPlan:
             ("share", 0 < self.share < 1, "above 0 and below 1"),
             ("requests", self.requests >= 1, "at least 1"),
             ("seconds", 0 < self.seconds <= 30 * 86_400, "above 0, and at most 30 days"),
-            ("min_requests", 1 <= self.min_requests <= self.requests, "from 1 to `requests`"),
+            ("min_requests", 0 <= self.min_requests <= self.requests, "from 0 to `requests`"),
             ("max_error_rate", 0 <= self.max_error_rate < 1, "at least 0 and below 1"),
             ("ttft_ms", self.ttft_ms >= 0, "0 or more"),
             ("tpot_ms", self.tpot_ms >= 0, "0 or more"),
@@ -115,8 +116,9 @@ class Canary:
         is_over = now_s - self._begun_s >= plan.seconds
         if new.ended < plan.requests and not is_over:
             return None
-        if new.ended < plan.min_requests:
-            return Verdict(False, f"only {new.ended} requests in {plan.seconds:g} s, {plan.min_requests} are needed")
+        needed = plan.min_requests or min(plan.requests, _NEEDED)
+        if new.ended < needed:
+            return Verdict(False, f"only {new.ended} requests in {plan.seconds:g} s, {needed} are needed")
         if new.error_rate > bar:
             return Verdict(False, f"{new.error_rate:.2%} of {new.ended} requests failed, {bar:.2%} may")
         missed = [*self._objectives_missed(), *self._slower()]

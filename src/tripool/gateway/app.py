@@ -220,6 +220,7 @@ class Answering:
         record = Record(job, self._clock, received_s=received_s, created_s=created_s, on_gaps=on_gaps)
         self._journal.keep(record)
         note_record(http.scope, record, served.name)
+        self._models.begun(served, job.id)
         in_flight = partial(self._answering, served, job, formatter)
         on_end = partial(self._ended, caller_of(http), served)
         return AnswerResponse(

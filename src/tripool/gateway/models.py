@@ -145,7 +145,7 @@ class Models:
     @property
     def names(self) -> dict[str, Served]:
         """Registered models that are served, by the name without a version."""
-        found = {_base(name): served for name, served in self._served.items() if "@" in name}
+        found = {_base(name): served for name, served in reversed(self._served.items()) if "@" in name}
         return found | {name: model.current for name, model in self._versioned.items()}
 
     def find(self, name: str) -> Served:
@@ -172,6 +172,11 @@ class Models:
             model = self._versioned[name]
             return model.current if tenant is None else model.pick(raw, tenant)
         return self._first if name == _base(self._first.name) else self.find(name)
+
+    def begun(self, served: Served, answer_id: str) -> None:
+        """`answer_id`: by which a later request may name this answer."""
+        if (model := self._versioned.get(_base(served.name))) is not None:
+            model.begun(served, answer_id)
 
     def refused(self, served: Served) -> None:
         """A request for tokens that was refused before it had a record."""

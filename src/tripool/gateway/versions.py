@@ -157,6 +157,13 @@ class VersionedModel:
             self._canary.ended(is_new=served is self._candidate, failed=True)
             self._ended_one.set()
 
+    def begun(self, served: Served, answer_id: str) -> None:
+        """Before its client can have the id, and go on from it."""
+        if self._canary is not None:
+            self._sides[answer_id] = served
+            if len(self._sides) > _MOST_RESPONSES:
+                del self._sides[next(iter(self._sides))]
+
     def ended(self, served: Served, record: Record) -> None:
         canary = self._canary
         if canary is None or served not in (self.current, self._candidate) or record.state == "cancelled":
@@ -167,9 +174,6 @@ class VersionedModel:
             ttft_ms=timing.get("first_token"), tpot_ms=timing.get("per_token") or None,
         )  # fmt: skip
         self._ended_one.set()
-        self._sides[record.id] = served
-        if len(self._sides) > _MOST_RESPONSES:
-            del self._sides[next(iter(self._sides))]
 
     # ---- for operators ----------------------------------------------------------------------------------------------
 
@@ -183,14 +187,14 @@ class VersionedModel:
 
     async def start(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Returns at once: loading may take minutes. Idempotent by `id`."""
+        number = body["version"]
+        plan = CanaryPlan(**{one.name: body[one.name] for one in fields(CanaryPlan) if one.name in body})
+        content = await in_thread(lambda: self._source.content(number))
         if "id" in body and body["id"] == self._state.get("id"):
             return self.state()
         if self._state["state"] in ("loading", "running"):
             hint = f"wait for it, or end it: DELETE /v1/canary/{self.name}"
             raise CanaryBusy(f"a canary of {self.name}@{self._state['version']} is under way", hint=hint)
-        number = body["version"]
-        plan = CanaryPlan(**{one.name: body[one.name] for one in fields(CanaryPlan) if one.name in body})
-        content = await in_thread(lambda: self._source.content(number))
         if body.get("content", content) != content:
             hint = "is this server's registry the one in which it was registered?"
             raise InvalidRequest(f"{self.name}@{number} has other contents here", hint=hint, param="content")

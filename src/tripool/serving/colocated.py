@@ -255,6 +255,11 @@ def _describe(model: str, config: EngineConfig) -> _Description:
         return _Description(checkpoint.name, checkpoint.text, arch.context_tokens, num_bytes)
 
 
+def _numbered(name: str, models: Models) -> dict[int, Served]:
+    parts = [(one.name.rpartition("@"), one) for one in models]
+    return {int(number): one for (base, _, number), one in parts if base == name and number.isdecimal()}
+
+
 def _managed_server(
     known: dict[str, tuple[_Description, str]],
     budget: int | None,
@@ -303,7 +308,9 @@ def _managed_server(
     for label, found in versioned.items():
         source = RegistrySource(found, lambda model: (_describe(model, config), model), serve_version)
         number = int(label.rpartition("@")[2])
-        models.add_versions(VersionedModel(found.name, models.find(label), number, source, manager))
+        versions = VersionedModel(found.name, models.find(label), number, source, manager)
+        versions.known |= _numbered(found.name, models)  # others may have been named at the start
+        models.add_versions(versions)
 
     def on_ready() -> None:
         for name in others:

@@ -68,7 +68,7 @@ class Artefacts:
         self.folder = folder
 
     def find(self, stage: str, key: str) -> Artefact | None:
-        """None: not made, or not what it was: then it is removed, and made again."""
+        """None: not made, or not what it was when it was made."""
         path = self.folder / f"{stage}-{key}"
         if not (path / _NOTE).is_file():
             return None
