@@ -154,8 +154,10 @@ def test_two_runs_at_once_are_one_too_many(case: Path, finished: Outcome) -> Non
     def tell(line: str) -> None:
         with pytest.raises(PipelineError, match="another process"):
             run(case)
+        assert Run(read_pipeline(case), lambda line: None, None).plan().is_running
 
     run(case, tell)
+    assert not Run(read_pipeline(case), lambda line: None, None).plan().is_running
 
 
 def test_the_command_shows_what_there_is(case: Path, finished: Outcome, capsys: Any) -> None:

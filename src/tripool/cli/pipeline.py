@@ -64,6 +64,8 @@ def _print(name: str, outcome: Outcome) -> None:
         table.add_row(row.stage, row.state, made.content[:12], f"{made.seconds:.1f}", figures or row.note)
     console = Console()
     console.print(table)
+    if outcome.is_running:
+        console.print("a run is under way")
     registered = f"registered: {outcome.version}; " if outcome.version else ""
     console.print(f"{registered}published: {outcome.published or 'nothing'}", highlight=False)
 

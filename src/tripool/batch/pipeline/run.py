@@ -70,6 +70,8 @@ class Outcome:
     """Registered as."""
     published: str = ""
     """What the pointer shows now."""
+    is_running: bool = False
+    """Whether another process is at it."""
 
 
 class ToDo(Exception):
@@ -97,6 +99,7 @@ class Run:
     def plan(self) -> Outcome:
         """What is there, and what would be made."""
         assert self._server is None
+        self._outcome.is_running = self._artefacts.is_running
         try:
             self._stages()
         except ToDo:
