@@ -34,6 +34,8 @@ _LOG = logging.getLogger("tripool.models")
 _LOOK_S = 0.5
 """Between two looks at the pointer, and at a canary's time."""
 _LOAD_S = 1800.0
+_RETRY_S = 60.0
+"""Before a published version that could not be loaded is tried again: there may be room by then."""
 _MOST_RESPONSES = 10_000
 _START_BYTES = 512
 """Of a prompt without messages: its continuations begin with the same ones."""
@@ -130,7 +132,8 @@ class VersionedModel:
         self._candidate: Served | None = None
         self._number = number
         """Of `current`."""
-        self._refused_pointer: int | None = None
+        self._failed: tuple[int, float] | None = None
+        """A published version that could not be loaded, and when it is tried again."""
         self._look_s = 0.0
         """When the pointer is looked at next."""
         self._state: dict[str, Any] = {"state": "none"}
@@ -266,20 +269,22 @@ class VersionedModel:
 
     async def _follow(self, number: int | None) -> None:
         """Serve what the pointer shows: it was moved by a pipeline, or by `tripool models publish` or `rollback`."""
-        if number is None or number in (self._number, self._refused_pointer):
+        if number is None or number == self._number:
+            return
+        if self._failed is not None and self._failed[0] == number and self._clock() < self._failed[1]:
             return
         if self._state["state"] in ("loading", "running"):
             self._roll_back(f"{self.name}@{number} was published meanwhile")
         try:
             served = await self._loaded(number)
         except TripoolError as error:
-            self._refused_pointer = number  # not again until the pointer moves
+            self._failed = number, self._clock() + _RETRY_S
             _LOG.warning("published version not served", extra={"model": f"{self.name}@{number}", "reason": str(error)})
             return
         self._switch(number, served)
 
     def _switch(self, number: int, served: Served) -> None:
-        before, self.current, self._number, self._refused_pointer = self.current, served, number, None
+        before, self.current, self._number, self._failed = self.current, served, number, None
         _LOG.info("version switched", extra={"model": served.name, "before": before.name})
         self._unload(before)
 
