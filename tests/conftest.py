@@ -49,8 +49,10 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _no_key_book_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Servers and commands look for the key store in the state folder; here that is an empty one."""
-    before = {name: os.environ.pop(name, None) for name in ("XDG_STATE_HOME", "TRIPOOL_API_KEY")}
+    names = ("XDG_STATE_HOME", "XDG_DATA_HOME", "TRIPOOL_API_KEY")
+    before = {name: os.environ.pop(name, None) for name in names}
     os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+    os.environ["XDG_DATA_HOME"] = str(tmp_path_factory.mktemp("data"))  # of registered models
     yield
-    del os.environ["XDG_STATE_HOME"]
+    del os.environ["XDG_STATE_HOME"], os.environ["XDG_DATA_HOME"]
     os.environ.update({name: value for name, value in before.items() if value is not None})

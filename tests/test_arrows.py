@@ -29,7 +29,7 @@ PURE = (
 )  # fmt: skip
 """Run without torch: the planner and the simulator stand on these, and a gateway needs text and grammars."""
 PURE += tuple(f"bench.{name}" for name in ("page", "prompts", "report", "samples", "summary", "trace", "workload"))
-PURE += ("control.model_policy", "control.topology", "control.allocation")
+PURE += ("control.canary", "control.model_policy", "control.topology", "control.allocation")
 PURE += ("observe.checks", "observe.machine")
 PURE += ("train.plan",)
 PURE += ("hosts.traffic", "hosts.silence")

@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING
 
 from tripool.checkpoints.base import Checkpoint, TensorInfo
 from tripool.checkpoints.folder import FolderCheckpoint
-from tripool.checkpoints.names import ModelEntry, list_models, locate, open_checkpoint
+from tripool.checkpoints.names import ModelEntry, list_models, locate, open_checkpoint, pinned, registered
+from tripool.checkpoints.registry import Registered, Registry, RegistryError, Version
 
 if TYPE_CHECKING:
     from tripool.checkpoints.gguf import GgufCheckpoint
 
 __all__ = [
-    "Checkpoint", "FolderCheckpoint", "GgufCheckpoint", "ModelEntry", "TensorInfo", "list_models", "locate",
-    "open_checkpoint",
+    "Checkpoint", "FolderCheckpoint", "GgufCheckpoint", "ModelEntry", "Registered", "Registry", "RegistryError",
+    "TensorInfo", "Version", "list_models", "locate", "open_checkpoint", "pinned", "registered",
 ]  # fmt: skip
 
 

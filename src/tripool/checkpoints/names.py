@@ -11,6 +11,7 @@ from pathlib import Path
 from tripool.checkpoints.base import Checkpoint
 from tripool.checkpoints.fetch import Progress, WheelModel, fetch, is_fetched
 from tripool.checkpoints.folder import FolderCheckpoint
+from tripool.checkpoints.registry import Registered, Registry, find
 from tripool.errors import CheckpointMissing, WrongDtype
 
 BUNDLED: Mapping[str, Path] = {"tiny": Path(__file__).parent / "bundled" / "tiny"}
@@ -54,7 +55,8 @@ def open_checkpoint(
         if name_or_path in FETCHED:
             path = fetch(FETCHED[name_or_path], cache_dir or default_cache_dir(), progress)
             return _gguf(path, name_or_path)
-    path = Path(name_or_path).expanduser()
+    found = registered(name_or_path)
+    path = Path(name_or_path).expanduser() if found is None else found.version().path
     if path.is_dir():
         return FolderCheckpoint(path)
     if path.suffix == ".gguf" and path.is_file():
@@ -62,9 +64,20 @@ def open_checkpoint(
     if path.is_file():
         hint = "give the folder that holds config.json and the safetensors, or a .gguf file"
         raise WrongDtype("not a checkpoint by itself", hint=hint, file=path)
-    known = ", ".join([*BUNDLED, *FETCHED])
+    known = ", ".join([*BUNDLED, *FETCHED, *Registry().names()])
     hint = f"known names: {known}; or give the path of a Hugging Face folder or of a .gguf file"
     raise CheckpointMissing(f"no model '{name_or_path}'", hint=hint, file=path)
+
+
+def registered(model: str | Path) -> Registered | None:
+    """A model of a registry; names that are known otherwise are not."""
+    return None if model in BUNDLED or model in FETCHED else find(str(model))
+
+
+def pinned(model: str) -> str:
+    """A name of a registry, with the version that it means now: processes that open it later open the same one."""
+    found = registered(model)
+    return model if found is None else found.pinned
 
 
 def locate(name_or_path: str | Path, *, cache_dir: Path | None = None) -> Path | None:
@@ -75,6 +88,9 @@ def locate(name_or_path: str | Path, *, cache_dir: Path | None = None) -> Path |
         if name_or_path in FETCHED:
             model, folder = FETCHED[name_or_path], cache_dir or default_cache_dir()
             return model.path(folder) if is_fetched(model, folder) else None
+    found = registered(name_or_path)
+    if found is not None:
+        return found.version().path
     path = Path(name_or_path).expanduser()
     return path if path.exists() else None
 
@@ -89,6 +105,12 @@ def list_models(cache_dir: Path | None = None) -> list[ModelEntry]:
             entries.append(_present(name, _gguf(path, name)))
         else:
             entries.append(ModelEntry(name, model.architecture, model.num_parameters, model.num_bytes, path, False))
+    registry = Registry()
+    for name in registry.names():
+        number = registry.published(name)
+        if number is not None:
+            version = registry.version(name, number)
+            entries.append(_present(version.label, open_checkpoint(version.path)))
     return entries
 
 

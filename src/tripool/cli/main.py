@@ -19,6 +19,7 @@ from tripool.cli import (
     generate,
     keys,
     models,
+    pipeline,
     plan,
     processes,
     quantize,
@@ -47,7 +48,7 @@ def create_cli(load: Load = load_model) -> typer.Typer:
         loading.register(app, load)
     plain = (
         bench, reproduce, models, plan, simulate, status, keys, cache, doctor, explain, processes, quantize, evaluate,
-        topology, train,
+        topology, train, pipeline,
     )  # fmt: skip
     for verb in plain:
         verb.register(app)

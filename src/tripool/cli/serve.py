@@ -255,11 +255,11 @@ def _banner(url: str, name: str, text: TextFiles, details: str, more: str = "") 
 
 def _models_banner(server: ColocatedServer) -> str:
     names = [one.name for one in server.models]
-    lines = [f"Tripool serves {len(names)} models at {server.url}/v1", ""]
+    lines = [f"Tripool serves {len(names)} model{'s' if len(names) > 1 else ''} at {server.url}/v1", ""]
     for name in names:
         facts = server.models.control.describe(name)
         default = ", default" if name == names[0] else ""
         lines.append(f"  {name}: {facts['state']}{default}, {facts['bytes'] / 1e6:,.0f} MB")
-    body = f'{{"model": "{names[0]}", "prompt": "Once upon a time"}}'
+    body = f'{{"model": "{names[0].partition("@")[0]}", "prompt": "Once upon a time"}}'
     curl = f"  curl {server.url}/v1/completions -H 'Content-Type: application/json' \\\n    -d '{body}'"
     return "\n".join([*lines, "", curl, "", "Ctrl-C stops it."])

@@ -89,6 +89,10 @@ class ModelPolicy:
         self._wanted: dict[str, None] = {}
         """Models that are away and wanted, in order of request."""
 
+    def add(self, name: str, num_bytes: int) -> None:
+        assert name not in self._models
+        self._models[name] = ModelStatus(num_bytes, num_bytes)
+
     # ---- facts ------------------------------------------------------------------------------------------------------
 
     def want(self, name: str, now_s: float, *, by_operator: bool = False) -> None:

@@ -52,6 +52,7 @@ from tripool.gateway.schema_check import SchemaCheck
 from tripool.gateway.slo import read_header_slo
 from tripool.gateway.stream import AnswerResponse
 from tripool.gateway.tokens import token_routes
+from tripool.gateway.versions import canary_routes
 from tripool.grammar import Trial
 from tripool.tenants import Caller, Tenant
 from tripool.text import NotQuick, StopFinder
@@ -71,7 +72,8 @@ def model_routes(models: Models, bodies: Bodies) -> APIRouter:
 
     @routes.get("/v1/models")
     async def all_models() -> dict[str, Any]:
-        return {"object": "list", "data": [shown(served) for served in models]}
+        named = [shown(served) | {"id": name, "version": served.name} for name, served in models.names.items()]
+        return {"object": "list", "data": named + [shown(served) for served in models]}
 
     @routes.post("/v1/models/load", openapi_extra=body_docs(ONE_MODEL.schema()))
     async def load(http: HttpRequest) -> dict[str, Any]:
@@ -89,7 +91,8 @@ def model_routes(models: Models, bodies: Bodies) -> APIRouter:
 
     @routes.get("/v1/models/{model_id:path}")
     async def one_model(model_id: str) -> dict[str, Any]:
-        return shown(models.find(model_id))
+        served = models.find(model_id)
+        return shown(served) | ({} if served.name == model_id else {"id": model_id, "version": served.name})
 
     return routes
 
@@ -130,6 +133,7 @@ def create_models_app(
     app.include_router(admin_routes(models, in_flight, journal, stall_s=config.stall_s))
     app.include_router(token_routes(models, bodies, reading))
     app.include_router(model_routes(models, bodies))
+    app.include_router(canary_routes(models, bodies))
     app.include_router(ollama_routes(models, bodies))
     app.include_router(response_routes(models, bodies, reading, store))
     app.state.batches = BatchService(config, answering.answer_line, models, in_flight, access)
@@ -211,6 +215,7 @@ class Answering:
         record = Record(job, self._clock, received_s=received_s, created_s=created_s, on_gaps=on_gaps)
         self._journal.keep(record)
         note_record(http.scope, record, served.name)
+        self._models.begun(served, job.id)
         in_flight = partial(self._answering, served, job, formatter)
         on_end = partial(self._ended, caller_of(http), served)
         return AnswerResponse(
@@ -226,7 +231,7 @@ class Answering:
         )
 
     def _ended(self, caller: Caller, served: Served, record: Record) -> None:
-        served.metrics.ended(record)
+        self._models.ended(served, record)
         if self._access is not None:
             self._access.ended(record, caller, served.name)
 
@@ -240,15 +245,20 @@ class Answering:
         return await self._prepared(raw, api, sender)
 
     async def _prepared(self, raw: bytes, api: Api, sender: Sender) -> tuple[Served, Job]:
-        tenant = sender.tenant
-        served, job = await self._parsed(tenant, len(raw), partial(self._parse, raw, api, sender))
-        check_echoes(job)
+        tenant, meant = sender.tenant, list[Served]()
         try:
-            served.check(job.requests)
-        except ContextOverflow as error:
-            error.param = {"completion": "prompt", "grpc": "input"}.get(api, "messages")
+            served, job = await self._parsed(tenant, len(raw), partial(self._parse, raw, api, sender, meant))
+            check_echoes(job)
+            try:
+                served.check(job.requests)
+            except ContextOverflow as error:
+                error.param = {"completion": "prompt", "grpc": "input"}.get(api, "messages")
+                raise
+            return served, await self._tried(job, tenant)
+        except TripoolError:
+            if meant:
+                self._models.refused(meant[-1])
             raise
-        return served, await self._tried(job, tenant)
 
     async def _tried(self, job: Job, tenant: Tenant) -> Job:
         """With a grammar that can be used."""
@@ -286,12 +296,16 @@ class Answering:
                 return parse(quick=True)
         return await self._reading.run(tenant.name, parse, size=num_bytes)
 
-    def _parse(self, raw: bytes, api: Api, sender: Sender, *, quick: bool = False) -> tuple[Served, Job]:
+    def _parse(
+        self, raw: bytes, api: Api, sender: Sender, meant: list[Served], *, quick: bool = False
+    ) -> tuple[Served, Job]:
+        """`meant` gets the model, also of a request that is refused."""
         if api == "grpc":
             from tripool.gateway.grpc.parse import to_body  # here: its packages may be missing
 
             raw = to_body(raw)
-        served = self._models.meant_by(raw)
+        served = self._models.meant_by(raw, sender.tenant.name)
+        meant.append(served)
         parser = served.parser.quick if quick else served.parser
         job: Job = getattr(parser, api)(raw, sender)  # its methods have the names of the APIs
         return served, job

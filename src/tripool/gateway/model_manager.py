@@ -137,6 +137,10 @@ class ModelManager:
         if short is not None:
             raise _no_room(short)
 
+    def know(self, name: str, num_bytes: int) -> None:
+        """One more model, not loaded. `num_bytes`: an estimate."""
+        self._policy.add(name, num_bytes)
+
     def add(self, name: str, loaded_model: LoadedModel, load_s: float) -> None:
         """Add a model opened before the event loop started. Call it before anything else."""
         policy = self._policy
@@ -217,7 +221,7 @@ class ModelManager:
         began_s = self._clock()
         failure: TripoolError | None = EngineStopped(f"'{name}' failed to load", hint="see the server's log")
         try:
-            loaded_model = await _in_thread(lambda: self._open_model(name))
+            loaded_model = await in_thread(lambda: self._open_model(name))
             self._held[name] = _Held(loaded_model, self._clock() - began_s)
             failure = None
         except TripoolError as error:
@@ -239,7 +243,7 @@ class ModelManager:
     async def _unload(self, name: str) -> None:
         loaded_model: LoadedModel | None = self._held.pop(name).loaded_model
         assert loaded_model is not None
-        while not await _in_thread(partial(loaded_model.close, self._drain_s)):
+        while not await in_thread(partial(loaded_model.close, self._drain_s)):
             pass  # a hanging step holds its memory: it is not unloaded yet
         self._past[name] = _counted(ServingStats(), self.past(name), loaded_model.backend.stats())
         loaded_model = None  # drops the last reference
@@ -296,7 +300,7 @@ def _gb(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.3f} GB"
 
 
-async def _in_thread(work: Callable[[], T]) -> T:
+async def in_thread(work: Callable[[], T]) -> T:
     """In a daemon thread: loading may take minutes, and must not delay an exit."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()

@@ -17,7 +17,9 @@ from tripool.gateway.admission import AdmissionBackend
 from tripool.gateway.backend import Backend
 from tripool.gateway.metrics import Metrics
 from tripool.gateway.parse import Parser
+from tripool.gateway.record import Record
 from tripool.gateway.tokens import TokenService
+from tripool.gateway.versions import NoVersions, VersionedModel
 from tripool.tenants import Tenant
 from tripool.text import Tokenizer
 
@@ -104,6 +106,10 @@ def check_names(names: Sequence[str]) -> None:
         raise InvalidRequest(f"two models are named '{twice}'", hint=hint, param="model")
 
 
+def _base(name: str) -> str:
+    return name.partition("@")[0]
+
+
 class Models:
     """The first is the default."""
 
@@ -111,28 +117,76 @@ class Models:
         assert served, "a gateway without a model"
         self._served = {one.name: one for one in served}
         check_names([one.name for one in served])
-        self.default = served[0]
+        self._first = served[0]
+        self._versioned: dict[str, VersionedModel] = {}
         self.control: ModelControl = control or Fixed(served)
 
+    def add_versions(self, model: VersionedModel) -> None:
+        """The name of a registered model, of which one version is served here already."""
+        self._versioned[model.name] = model
+
+    def versioned(self, name: str) -> VersionedModel:
+        if name not in self._versioned:
+            hint = "a server of one process that was started with a name of the registry has versions and canaries"
+            raise NoVersions(f"'{name[:100]}' is not served from a registry here", hint=hint)
+        return self._versioned[name]
+
+    @property
+    def default(self) -> Served:
+        versioned = self._versioned.get(_base(self._first.name))
+        return self._first if versioned is None else versioned.current
+
     def __iter__(self) -> Iterator[Served]:
-        return iter(self._served.values())
+        """With every version that was served since the start: their counters go on."""
+        yield from self._served.values()
+        for model in self._versioned.values():
+            yield from (one for one in model.known.values() if one.name not in self._served)
+
+    @property
+    def names(self) -> dict[str, Served]:
+        """Registered models that are served, by the name without a version."""
+        found = {_base(name): served for name, served in reversed(self._served.items()) if "@" in name}
+        return found | {name: model.current for name, model in self._versioned.items()}
 
     def find(self, name: str) -> Served:
-        name = name if name in self._served else name.removesuffix(":latest")  # a tag that Ollama's clients add
-        if name not in self._served:
-            known = ", ".join(f"'{one}'" for one in self._served)
-            raise ModelNotFound(f"there is no model '{name[:100]}'", hint=f"this server has {known}")
-        return self._served[name]
+        known = {one.name: one for one in self} | self.names
+        name = name if name in known else name.removesuffix(":latest")  # a tag that Ollama's clients add
+        if name not in known:
+            listed = ", ".join(f"'{one}'" for one in known)
+            raise ModelNotFound(f"there is no model '{name[:100]}'", hint=f"this server has {listed}")
+        return known[name]
 
-    def meant_by(self, raw: bytes) -> Served:
-        """The model that a body names. An unreadable body goes to the default model, whose parser reports the error."""
-        if len(self._served) == 1:
+    def meant_by(self, raw: bytes, tenant: str | None = None) -> Served:
+        """The model that a body names. An unreadable body goes to the default model, whose parser reports the error.
+
+        `tenant`: of a request for tokens, which a canary may take.
+        """
+        if len(self._served) == 1 and not self._versioned:
             return self.default
         try:
             name = msgspec.json.decode(raw, type=_Name).model
         except (msgspec.DecodeError, RecursionError):  # DecodeError: also for a `model` that is not a string
             return self.default
-        return self.default if name is None else self.find(name)
+        name = _base(self._first.name) if name is None else name.removesuffix(":latest")
+        if name in self._versioned:
+            model = self._versioned[name]
+            return model.current if tenant is None else model.pick(raw, tenant)
+        return self._first if name == _base(self._first.name) else self.find(name)
+
+    def begun(self, served: Served, answer_id: str) -> None:
+        """`answer_id`: by which a later request may name this answer."""
+        if (model := self._versioned.get(_base(served.name))) is not None:
+            model.begun(served, answer_id)
+
+    def refused(self, served: Served) -> None:
+        """A request for tokens that was refused before it had a record."""
+        if (model := self._versioned.get(_base(served.name))) is not None:
+            model.refused(served)
+
+    def ended(self, served: Served, record: Record) -> None:
+        served.metrics.ended(record)
+        if (model := self._versioned.get(_base(served.name))) is not None:
+            model.ended(served, record)
 
     def enter(self, tenant: Tenant) -> None:
         """Count a request of its tenant, before anything of it is read. Raises RateLimited."""

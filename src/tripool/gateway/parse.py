@@ -70,6 +70,8 @@ class Parser:
     def __init__(self, tokenizer: Tokenizer, name: str, context_tokens: Callable[[], int] = lambda: 0) -> None:
         self._tokenizer = tokenizer
         self._name = name
+        self._names = {name, name.partition("@")[0]}
+        """A version of a registered model is meant by the model's name, too."""
         self.encoder = Encoder(tokenizer, context_tokens)
 
     @cached_property
@@ -136,7 +138,7 @@ class Parser:
 
     def _ollama_fields(self, raw: bytes, known: options.Fields) -> dict[str, Any]:
         fields = known.checked(decode_json(raw))
-        if ollama.model_of(fields) != self._name:
+        if ollama.model_of(fields) not in self._names:
             raise ModelNotFound(f"model '{fields['model'][:100]}' not found", hint=f"this server has '{self._name}'")
         return fields
 
@@ -172,7 +174,7 @@ class Parser:
 
     def _checked(self, body: Mapping[str, Any], known: options.Fields) -> dict[str, Any]:
         fields = known.checked(body)
-        if fields.get("model", self._name) != self._name:
+        if fields.get("model", self._name) not in self._names:
             raise ModelNotFound(f"there is no model '{fields['model'][:100]}'", hint=f"this server has '{self._name}'")
         return fields
 

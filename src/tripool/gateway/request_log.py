@@ -69,7 +69,7 @@ _WORDS = frozenset(
         "generate", "tags", "ps", "show", "files", "content", "batches",
         "input_tokens", "tokenize", "detokenize", "tokenizer_info", "models", "load",
         "unload", "requests", "explain", "health", "ready", "ping", "version", "metrics", "drain", "pools", "cache",
-        "docs", "oauth2-redirect", "redoc", "openapi.json", *GENERATE.split("/"), *REFLECT.split("/"),
+        "canary", "docs", "oauth2-redirect", "redoc", "openapi.json", *GENERATE.split("/"), *REFLECT.split("/"),
     }
 )  # fmt: skip
 """Words of all routes; anything else in a path is the client's own."""

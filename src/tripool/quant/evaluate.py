@@ -65,20 +65,39 @@ class Side:
         work = Work(list(window), 0, self._table(0), False)
         return self._runner.logits(self._runner.hidden([work]))
 
+    def log_likelihoods(self, context: Sequence[int], continuations: Sequence[Sequence[int]]) -> list[float]:
+        """Of each continuation after the context, which is read once."""
+        before = len(context) - 1
+        if before:
+            self._runner.hidden([Work(list(context[:-1]), 0, self._table(0), False)])
+        found = []
+        for tokens in continuations:
+            work = Work([context[-1], *tokens[:-1]], before, self._table(0), False)
+            said = self._runner.logits(self._runner.hidden([work])).log_softmax(-1)
+            found.append(float(said.gather(1, torch.tensor(tokens)[:, None]).double().sum()))
+        return found
+
     def greedy(self, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
         """Greedy continuation of each prompt, without stopping early."""
+        return self.generate(prompts, count, lambda answer: False)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], count: int, ended: Callable[[list[int]], bool]
+    ) -> list[list[int]]:
+        """Greedy continuation of each prompt by `count` tokens, or until it has `ended`."""
         work = [Work(list(prompt), 0, self._table(i), False) for i, prompt in enumerate(prompts)]
         answers: list[list[int]] = [[] for _ in prompts]
         last = torch.tensor([len(prompt) for prompt in prompts]).cumsum(0) - 1
-        hidden = self._runner.hidden(work)[last]
+        hidden, going = self._runner.hidden(work)[last], list(range(len(prompts)))
         for step in range(count):
-            chosen = self._runner.logits(hidden).argmax(-1).tolist()
-            for answer, token in zip(answers, chosen, strict=True):
-                answer.append(token)
-            if step + 1 < count:
-                places = [len(prompt) + step for prompt in prompts]
-                work = [Work([t], p, self._table(i), True) for i, (t, p) in enumerate(zip(chosen, places, strict=True))]
-                hidden = self._runner.hidden(work)
+            for i, token in zip(going, self._runner.logits(hidden).argmax(-1).tolist(), strict=True):
+                answers[i].append(token)
+            going = [i for i in going if not ended(answers[i])]
+            if step + 1 == count or not going:
+                break
+            places = [(i, len(prompts[i]) + step) for i in going]
+            work = [Work(answers[i][-1:], place, self._table(i), True) for i, place in places]
+            hidden = self._runner.hidden(work)
         return answers
 
     def _table(self, answer: int) -> list[int]:

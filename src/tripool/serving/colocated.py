@@ -9,12 +9,13 @@ loads and unloads them.
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from tripool.config import AdmissionConfig, EngineConfig, GatewayConfig
 from tripool.control.model_policy import ModelPolicy
@@ -28,14 +29,19 @@ from tripool.gateway.grpc.port import reserved
 from tripool.gateway.model_manager import ManagedBackend, ModelManager
 from tripool.gateway.models import Models, Served, check_names
 from tripool.gateway.server import Server, listen
+from tripool.gateway.versions import VersionedModel
 from tripool.router.admission_types import Capacity
 from tripool.router.rate_limiter import RateLimiter
 from tripool.serving.access import AccessConfig
 from tripool.serving.server import BuiltServer
+from tripool.serving.versions import RegistrySource
 from tripool.serving.weight_cache import WeightCacheConfig
 from tripool.tenants import Tenant
 from tripool.text import Tokenizer
 from tripool.text.files import TextFiles
+
+if TYPE_CHECKING:
+    from tripool.checkpoints import Registered
 
 _CLOSE_S = 10.0
 
@@ -113,7 +119,9 @@ def build_colocated(
     `memory_gb` bounds the weights and KV of all models together. `load` replaces the loading of checkpoints.
     """
     engine, gateway, weights = engine or EngineConfig(), gateway or GatewayConfig(), weights or WeightCacheConfig()
-    several = len(models) > 1 or memory_gb is not None
+    versioned = _versioned(models) if load is None else {}
+    models = [versioned[one].pinned if one in versioned else one for one in models]
+    several = len(models) > 1 or memory_gb is not None or bool(versioned)
     with ExitStack() as stack:
         # Bound before a model is loaded: a taken port is an error at once.
         listener = stack.enter_context(listen(gateway.host, gateway.port))
@@ -133,8 +141,9 @@ def build_colocated(
         if several:
             budget = None if memory_gb is None else int(memory_gb * 2**30)
             known = {one.name: (one, model) for one, model in _described(models, engine)}
+            by_number = {found.version().label: found for found in versioned.values()}
             server = _managed_server(
-                known, budget, open_engine, engine, listener, gateway, opened, grpc_address=grpc_address
+                known, budget, open_engine, engine, listener, gateway, opened, by_number, grpc_address=grpc_address
             )
         else:
             server = engine_server(
@@ -188,7 +197,15 @@ def engine_server(
     return server
 
 
-# ---- several models ----------------------------------------------------------------------------------------------
+# ---- several models, or versions of them ----------------------------------------------------------------------------
+
+
+def _versioned(models: Sequence[str]) -> dict[str, Registered]:
+    """Of these, the names of a registry that name no version: the server follows what is published."""
+    from tripool.checkpoints import registered  # here: torch takes seconds to import
+
+    found = {model: registered(model) for model in models}
+    return {model: one for model, one in found.items() if one is not None and one.number is None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +255,11 @@ def _describe(model: str, config: EngineConfig) -> _Description:
         return _Description(checkpoint.name, checkpoint.text, arch.context_tokens, num_bytes)
 
 
+def _numbered(name: str, models: Models) -> dict[int, Served]:
+    parts = [(one.name.rpartition("@"), one) for one in models]
+    return {int(number): one for (base, _, number), one in parts if base == name and number.isdecimal()}
+
+
 def _managed_server(
     known: dict[str, tuple[_Description, str]],
     budget: int | None,
@@ -246,10 +268,13 @@ def _managed_server(
     listener: socket.socket,
     gateway: GatewayConfig,
     access: Access,
+    versioned: Mapping[str, Registered],
     *,
     grpc_address: str | None,
 ) -> ColocatedServer:
-    """`known`: by name, with what `open_engine` takes. The first model is loaded here, the others when they fit."""
+    """`known`: by name, with what `open_engine` takes. The first model is loaded here, the others when they fit.
+    `versioned`: those whose other versions may be served, too.
+    """
 
     def open_model(name: str) -> _LoadedEngine:
         engine = open_engine(known[name][1])
@@ -262,26 +287,43 @@ def _managed_server(
     began_s = time.monotonic()
     manager.add(first, open_model(first), time.monotonic() - began_s)
     rate_limiter, capacity = RateLimiter(), Capacity(slots=config.max_running)
-    served = []
-    for name, (one, _) in known.items():
+
+    def serve(one: _Description) -> Served:
         backend = AdmissionBackend(
-            ManagedBackend(manager, name, one.context_tokens),
+            ManagedBackend(manager, one.name, one.context_tokens),
             rate_limiter=rate_limiter,
             room=lambda: capacity,
             tenant_of=access.tenant_named,
         )
-        served.append(Served(name, backend, Tokenizer(one.text)))
+        return Served(one.name, backend, Tokenizer(one.text))
 
-    def load_others() -> None:
+    def serve_version(found: tuple[_Description, str]) -> Served:
+        one, _ = found
+        manager.know(one.name, one.num_bytes)
+        known[one.name] = found
+        return serve(one)
+
+    models = Models([serve(one) for one, _ in known.values()], manager)
+    following: list[asyncio.Task[None]] = []  # a task that nobody refers to may be collected
+    for label, found in versioned.items():
+        source = RegistrySource(found, lambda model: (_describe(model, config), model), serve_version)
+        number = int(label.rpartition("@")[2])
+        versions = VersionedModel(found.name, models.find(label), number, source, manager)
+        versions.known |= _numbered(found.name, models)  # others may have been named at the start
+        models.add_versions(versions)
+
+    def on_ready() -> None:
         for name in others:
             manager.prefer(name)
+        loop = asyncio.get_running_loop()
+        following.extend(loop.create_task(models.versioned(one.name).keep()) for one in versioned.values())
 
     return ColocatedServer(
-        Models(served, manager),
+        models,
         manager,
         listener,
         gateway,
         access=access,
-        on_ready=load_others,
+        on_ready=on_ready,
         grpc_address=grpc_address,
     )

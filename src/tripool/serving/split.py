@@ -112,6 +112,9 @@ def build_split(
         hint = "a pool of none needs workers of other machines: --listen"
         raise InvalidRequest("a server needs a prefill and a decode worker", hint=hint, param="pools")
     _check_hosts(pools, hosts)
+    from tripool.checkpoints import pinned  # here: torch takes seconds to import
+
+    models = [pinned(one) for one in models]  # a worker that starts later opens the version that the gateway serves
     with ExitStack() as stack:
         shared = SharedHost(hosts, stack) if hosts is not None else None
         listener = stack.enter_context(listen(gateway.host, gateway.port))
