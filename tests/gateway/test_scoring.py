@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tripool.gateway.answer_limits import MAX_PROMPT_SCORES
+from tripool.router.answer_limits import MAX_PROMPT_SCORES
 
 IDS = [40, 50, 60, 70]
 

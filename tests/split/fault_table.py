@@ -191,7 +191,7 @@ async def _inject(
             worker = _target(server, pools, "prefill")
             assert faults.cut(worker, lambda peer: "/cache-" in peer) > 0
         else:
-            faults.cut_from_gateway(pid)
+            faults.cut_from_coordinator(pid)
     else:
         clients.leave.set()
 

@@ -17,6 +17,7 @@ from tripool.gateway.admission import AdmissionBackend
 from tripool.gateway.backend import Backend
 from tripool.gateway.metrics import Metrics
 from tripool.gateway.parse import Parser
+from tripool.gateway.remote_backend import RemoteBackend
 from tripool.gateway.tokens import TokenService
 from tripool.tenants import Tenant
 from tripool.text import Tokenizer
@@ -64,13 +65,13 @@ class Served:
         self.name, self.backend, self.tokenizer = name, backend, tokenizer
         self.parser = Parser(tokenizer, name, lambda: backend.context_tokens)
         self.tokens = TokenService(self.parser, tokenizer, lambda: backend.context_tokens)
-        more = backend.families if isinstance(backend, AdmissionBackend) else None
+        more = backend.families if isinstance(backend, (AdmissionBackend, RemoteBackend)) else None
         self.open = OpenRequests()
         self.metrics = Metrics(name, backend.stats, lambda: self.open.num_open, more)
 
     def check(self, requests: Sequence[Request]) -> None:
         """Raises the errors that can be found before anything is prepared for the requests."""
-        if isinstance(self.backend, AdmissionBackend):
+        if isinstance(self.backend, (AdmissionBackend, RemoteBackend)):
             self.backend.check(requests)
 
 
@@ -134,15 +135,17 @@ class Models:
             return self.default
         return self.default if name is None else self.find(name)
 
-    def enter(self, tenant: Tenant) -> None:
+    async def enter(self, tenant: Tenant) -> None:
         """Count a request of its tenant, before anything of it is read. Raises RateLimited."""
         backend = self.default.backend  # a tenant's rates apply to all models together
         if isinstance(backend, AdmissionBackend):
             backend.enter(tenant)
+        elif isinstance(backend, RemoteBackend):
+            await backend.enter(tenant)
 
     def read(self, tenant: Tenant, num_bytes: int) -> None:
         """Charge the tenant for reading a body."""
-        if isinstance(self.default.backend, AdmissionBackend):
+        if isinstance(self.default.backend, (AdmissionBackend, RemoteBackend)):
             self.default.backend.read(tenant, num_bytes)
 
     # ---- all models together ----------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from heapq import heappop, heappush
 
 from tripool.core import Request, TokenEvent
 from tripool.messages import Answered, KvDescriptor, WorkerId
+from tripool.router.held import Held
 from tripool.router.placement_trace import PlacementTrace
 
 
@@ -159,8 +160,8 @@ class Ledger:
 
     # ---- a choice's stages ------------------------------------------------------------------------------------------
 
-    def open(self, request: Request, now_s: float) -> Entry:
-        """Adds a queued request; the caller sets its deadline."""
+    def open(self, request: Request, now_s: float, held: Held | None = None) -> Entry:
+        """Adds a queued request; the caller sets its deadline. `held`: what its client has already."""
         assert request.id not in self._entries
         choices = [ChoiceState(index, Stage.QUEUED, now_s, now_s) for index in range(request.params.n)]
         trace, count = PlacementTrace(now_s), len(choices)
@@ -168,6 +169,14 @@ class Ledger:
         entry = Entry(request, order, choices, trace, moved_s=now_s, num_open=count)
         self._next_order += 1
         self._entries[request.id] = entry
+        if held is not None:
+            entry.num_cached_tokens = held.num_cached_tokens
+            for choice, had in zip(choices, held.choices, strict=True):
+                choice.tokens.extend(had.tokens)
+                choice.drafted_before = choice.num_drafted = had.num_draft_tokens
+                choice.accepted_before = choice.num_accepted = had.num_accepted_draft_tokens
+                if had.done:
+                    self.move(entry, choice, Stage.DONE, now_s, 0.0)
         return entry
 
     def place(
