@@ -50,7 +50,7 @@ _STANDBY_S = 3.0
 _STUCK_S, _RANK_SILENCE_S = 0.5, 10.0
 """Longest silence of a rank none of whose threads is runnable, and of another one: it computes, or waits for a core."""
 _DRAIN_S = 9.0
-"""Time for the gateway to end its streams; longer than its own limits for that."""
+"""Time for gateways to end their streams; longer than its own limits for that."""
 _END_S = 3.0
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP, signal.SIGSYS)
 _FIRST_RESTART_S = 0.1
@@ -110,7 +110,7 @@ class Supervisor:
         """Set it, also from a signal handler: `run` ends the children in order and returns."""
 
     def run(self, on_ready: Callable[[], object]) -> None:
-        """Until `stopping` is set. `on_ready` is called once the gateway and every worker have been ready together."""
+        """Until `stopping` is set. `on_ready` is called once the gateway, the coordinators and every worker have been ready together."""
         try:
             while not self.stopping:
                 self._start_due()

@@ -21,6 +21,7 @@ import fcntl
 import logging
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +37,7 @@ from tripool.router.replica import Lease, Replica
 _LOG = logging.getLogger("tripool.coordinator")
 _LOOK_S = 0.05
 _FOLLOW_S = 0.5
-"""Between two requests to follow, until the leader's log comes."""
+"""Between two requests to follow while the leader's log does not come."""
 
 
 class LeaderLock:
@@ -92,30 +93,36 @@ class Standby:
 
     async def _follow(self, line: Line[ToStandby], replica: Replica, free: asyncio.Event) -> None:
         now_s = self._clock()
-        lease, asked_s = Lease(now_s), float("-inf")
+        lease, asked_s, heard_s = Lease(now_s), float("-inf"), float("-inf")
         while not free.is_set():
             now_s = self._clock()
             for message in line.receive():
                 lease.renew(now_s)
+                heard_s = now_s
                 if isinstance(message, Leads):
                     self._watch(message.pid)
                 elif isinstance(message, Log):
                     replica.apply(message.record)
                     self.knows = True
-            if self._leader is None and now_s - asked_s > _FOLLOW_S:
+            if now_s - max(asked_s, heard_s) > _FOLLOW_S:  # again, if the connection broke and is there again
                 line.send(Follow(PROTOCOL, self._worker_id))
                 asked_s = now_s
             if self._leader is not None and lease.is_over(now_s, stopped=is_stopped(self._pid)):
                 _LOG.warning("leader is silent", extra={"leader_pid": self._pid})
-                with contextlib.suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(self._leader, signal.SIGKILL)
+                self._end(self._leader)
                 lease.renew(now_s)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LOOK_S):
                     await free.wait()
 
+    @staticmethod
+    def _end(leader: int) -> None:
+        if sys.platform == "linux":
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(leader, signal.SIGKILL)
+
     def _watch(self, pid: int) -> None:
-        if self._leader is None:
+        if self._leader is None and sys.platform == "linux":  # elsewhere the supervisor ends a silent one
             with contextlib.suppress(ProcessLookupError):
                 self._leader, self._pid = os.pidfd_open(pid), pid
                 _LOG.info("standby", extra={"leader_pid": pid})

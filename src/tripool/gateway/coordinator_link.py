@@ -180,7 +180,8 @@ class CoordinatorLink:
 
     @property
     def _started(self) -> asyncio.AbstractEventLoop:
-        assert self._loop is not None, "the link is not started"
+        if self._loop is None:
+            raise NoCoordinator("the gateway is shut down")
         return self._loop
 
     def _send(self, message: Submit | Resume | CancelRequest | Charge | Query) -> None:

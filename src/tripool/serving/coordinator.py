@@ -70,11 +70,12 @@ class CoordinatorProcess:
             self._lead(Replica())
         else:
             leading = loop.create_task(self._follow())
+            leading.add_done_callback(self._followed)
         self._say_ready(loop)
         try:
             await self._stopped.wait()
         finally:
-            if leading is not None:
+            if leading is not None and not leading.done():
                 leading.cancel()
                 await asyncio.wait([leading])
             if self._gateways is not None and self._pools is not None:
@@ -86,6 +87,8 @@ class CoordinatorProcess:
                 loop.remove_reader(self._supervisor_channel.fileno())
             self._supervisor_channel.close()
             _LOG.info("stopped")
+        if leading is not None and not leading.cancelled():
+            leading.result()
 
     async def _follow(self) -> None:
         standby = Standby(self._lock, gateways_address(self._folder), self._worker_id, time.monotonic)
@@ -93,6 +96,11 @@ class CoordinatorProcess:
         if self._folder.exists():  # else the server has ended
             self._lead(replica)
         elif self._stopped is not None:
+            self._stopped.set()
+
+    def _followed(self, leading: asyncio.Task[None]) -> None:
+        """One that cannot lead must not keep the lock."""
+        if not leading.cancelled() and leading.exception() is not None and self._stopped is not None:
             self._stopped.set()
 
     def _lead(self, replica: Replica) -> None:
