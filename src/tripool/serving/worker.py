@@ -1,4 +1,4 @@
-"""Assembles a worker process: an engine in its role, the link to the coordinator, the KV transfer and the cache client."""
+"""Assembles a worker process: an engine in its role, its link to the coordinator, KV transfer and cache client."""
 
 from __future__ import annotations
 
