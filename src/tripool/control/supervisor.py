@@ -110,7 +110,7 @@ class Supervisor:
         """Set it, also from a signal handler: `run` ends the children in order and returns."""
 
     def run(self, on_ready: Callable[[], object]) -> None:
-        """Until `stopping` is set. `on_ready` is called once all processes but cache members have been ready together."""
+        """Until `stopping` is set. `on_ready` is called once all but cache members have been ready together."""
         try:
             while not self.stopping:
                 self._start_due()
