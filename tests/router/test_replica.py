@@ -6,9 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tripool.config import AdmissionConfig, RouterConfig
-from tripool.core import Request, SamplingParams, Slo
+from tripool.core import Request, SamplingParams, Slo, TokenEvent
+from tripool.messages import PROTOCOL, Hello, Stamped, StartPrefill, Tokens, WorkerId
 from tripool.router.held import Held, HeldChoice
-from tripool.router.outputs import Emit, Fail
+from tripool.router.outputs import Emit, Fail, Output, Send
 from tripool.router.rate_limiter import RateLimiter
 from tripool.router.replica import Given, Lease, Level, Record, Replica, Trouble
 from tripool.router.service import ModelService
@@ -109,6 +110,37 @@ def test_what_was_charged_before_a_takeover_is_neither_charged_nor_refused_again
     second.check(1.0)
     second.cancel("a", 1.0)  # of its 60 answer tokens 50 were generated
     assert second.admission.rate_limiter.level("t", "tokens", 1.0) == 10.0
+
+
+def test_an_answer_without_a_length_is_bounded_after_a_takeover_too() -> None:
+    """But has room for one token more than its client has."""
+    service, tenants = services(t=Limits(tokens_per_minute=700))
+    tenant = tenants["t"]
+    service.context_tokens = 4096
+    service.resume(request("a", "t"), tenant, Held((HeldChoice((1, 2)),)), 1.0)
+    service.resume(request("b", "t"), tenant, Held((HeldChoice(tuple(range(900))),)), 1.0)
+    lengths = [service.coordinator.ledger.get(name) for name in ("a", "b")]
+    assert [entry and entry.request.params.max_tokens for entry in lengths] == [345, 901]
+
+
+def test_tokens_of_before_a_broken_connection_are_not_those_of_after_it() -> None:
+    """The same coordinator cancels a request with its gateway's session, and gets it back in the next one."""
+    service, tenants = services(t=Limits())
+    worker = WorkerId("prefill-0", 1)
+    service.receive(Hello(PROTOCOL, "prefill", worker, 1, "m", 4096, 8, 4096, 100), 1.0)
+
+    def attempts(outputs: list[Output]) -> list[int]:
+        return [o.message.attempt for o in outputs if isinstance(o, Send) and isinstance(o.message, StartPrefill)]
+
+    (before,) = attempts(service.submit([request("a", "t", max_tokens=5)], tenants["t"], 1.0))
+    service.cancel("a", 1.1)
+    held = Held((HeldChoice(()),))
+    (after,) = attempts(service.resume(request("a", "t", max_tokens=5), tenants["t"], held, 1.2))
+    assert after > before
+    late = Tokens(worker, (Stamped(before, TokenEvent("a", 0, 0, 7)),))
+    assert not [output for output in service.receive(late, 1.3) if isinstance(output, Emit)]
+    fresh = Tokens(worker, (Stamped(after, TokenEvent("a", 0, 0, 7)),))
+    assert [output for output in service.receive(fresh, 1.3) if isinstance(output, Emit)]
 
 
 def test_resumed_twice_is_resumed_once() -> None:

@@ -139,7 +139,7 @@ class Gap:
 class Ledger:
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}
-        self._next_order = 0
+        self._next_order = self._num_placements = 0
         self.num_dropped = 0
         """Events of placements that are no longer current."""
         self._at: dict[WorkerId, dict[tuple[str, int], Placement]] = {}
@@ -170,6 +170,8 @@ class Ledger:
         self._next_order += 1
         self._entries[request.id] = entry
         if held is not None:
+            # It may have been here before, until its gateway's connection broke: attempts of then must not be ours.
+            entry.num_attempts = self._num_placements
             entry.num_cached_tokens = held.num_cached_tokens
             for choice, had in zip(choices, held.choices, strict=True):
                 choice.tokens.extend(had.tokens)
@@ -191,6 +193,7 @@ class Ledger:
     ) -> Placement:
         """A StartPrefill (prefilling) of several choices, or a StartDecode (transferring) of one."""
         entry.num_attempts += 1
+        self._num_placements += 1
         attempt = entry.num_attempts
         lease = choices[0].lease
         placement = Placement(

@@ -141,13 +141,19 @@ class ModelService:
         out: list[Output] = []
         if request.id in self._open:
             return out
+        asked, longest = request, max(len(choice.tokens) for choice in held.choices)
+        tokens_left = self.admission.rate_limiter.tokens_left(tenant, now_s)
+        (request,) = bounded([asked], self.context_tokens, tokens_left)
+        if request is not asked:  # as at its arrival, but never less than its client has
+            most = max(request.params.max_tokens or 0, longest + 1)
+            request = replace(asked, params=replace(asked.params, max_tokens=most))
         self._add(request, tenant, now_s, held)
         if request.slo.background:
             self._admit(request.id, now_s, out)
             return out
         if self.admission.idle:
             self.admission.room = self.room()
-        (arrival,) = self._arrivals([request], [request], tenant)
+        (arrival,) = self._arrivals([request], [asked], tenant)
         self._decide(self.admission.resume(arrival, held.num_tokens, now_s), now_s, out)
         return out
 
