@@ -194,14 +194,13 @@ class Gateways:
                 self._send(session, self._answer(message, now_s))
 
     def _submit(self, session: _Session, message: Submit, now_s: float) -> None:
-        service, error = self._pools.services.get(message.model), None
-        if service is None:
-            error = ModelNotFound(f"there is no model '{message.model}'")
-        elif any(request.id in self._owners for request in message.requests):
-            error = InvalidRequest("a request id is in use", param="request_id")
-        if service is None or error is not None:
+        service, error = self._pools.services.get(message.model), ""
+        if any(request.id in self._owners for request in message.requests):
+            error = "a request id is in use"
+        if service is None or error:
+            refusal = InvalidRequest(error) if error else ModelNotFound(f"there is no model '{message.model}'")
             for request in message.requests:
-                self._send(session, Failed(request.id, WireError.of(error)))
+                self._send(session, Failed(request.id, WireError.of(refusal)))
             return
         for request in message.requests:
             self._own(session, request.id, message.model)

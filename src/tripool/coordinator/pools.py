@@ -25,7 +25,7 @@ from tripool.fabric.channel import Switchboard, read_from_worker
 from tripool.messages import FromWorker, Heartbeat, Hello, Left, Reaped, Suspect, WorkerId
 from tripool.router.outputs import Emit, Fail, Lost, Output, Send
 from tripool.router.rate_limiter import RateLimiter
-from tripool.router.replica import Record, Replica
+from tripool.router.replica import Given, Record, Replica, Trouble
 from tripool.router.service import ModelService
 
 _LOG = logging.getLogger("tripool.coordinator")
@@ -108,7 +108,8 @@ class Pools:
 
     def record(self, *, everything: bool = False) -> Record:
         """For a standby: what has changed since the last call, or everything."""
-        given, troubles = [], []
+        given: list[Given] = []
+        troubles: list[Trouble] = []
         for model, service in self.services.items():
             given += service.admission.queue.changes(model, everything=everything)
             troubles += service.coordinator.troubles(everything=everything)
