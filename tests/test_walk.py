@@ -25,12 +25,13 @@ from tripool.config import EngineConfig, GatewayConfig
 from tripool.control.run_manifest import RunManifest, ServedModel
 from tripool.engine.fake import fake_text
 from tripool.engine.fake_paged import PagedFake
-from tripool.fabric.folder import gateway_address
+from tripool.fabric.folder import coordinator_address
 from tripool.fabric.supervisor_channel import SupervisorChannel
 from tripool.gateway.server import listen, url_of
 from tripool.messages import Drain, WorkerId
 from tripool.serving import AccessConfig, build_colocated
 from tripool.serving.access import gateway_access
+from tripool.serving.coordinator import CoordinatorProcess
 from tripool.serving.gateway import GatewayProcess
 from tripool.serving.worker import WorkerProcess
 
@@ -172,6 +173,13 @@ def split_in_threads(folder: Path, keys: Path) -> Iterator[str]:
         stack.callback(supervisor.close)
         stack.enter_context(cache_member(folder, engines["prefill"].block_bytes))
         listener = stack.enter_context(listen("127.0.0.1", 0))
+        owner, owned = SupervisorChannel.pair()
+        stack.callback(owner.close)
+        coordinator = CoordinatorProcess(folder, WorkerId("coordinator", 1), SupervisorChannel(owned))
+        deciding = threading.Thread(target=coordinator.run)
+        deciding.start()
+        stack.callback(deciding.join, DEADLINE_S)
+        stack.callback(owner.send, Drain())
         gateway = GatewayProcess(
             folder, WorkerId("gateway", 1), SupervisorChannel(inherited), gateway_access(folder, keys)
         )
@@ -180,7 +188,7 @@ def split_in_threads(folder: Path, keys: Path) -> Iterator[str]:
         stack.callback(thread.join, DEADLINE_S)
         stack.callback(supervisor.send, Drain())
         for role, engine in engines.items():
-            worker = WorkerProcess(engine, role, WorkerId(f"{role}-0", 1), gateway_address(folder))
+            worker = WorkerProcess(engine, role, WorkerId(f"{role}-0", 1), coordinator_address(folder))
             stack.enter_context(worker)
             running = threading.Thread(target=worker.run)
             running.start()

@@ -2,10 +2,10 @@
 
 | from | to | messages |
 |---|---|---|
-| worker | gateway | Hello, Heartbeat, Tokens, TransferReady, TransferDone, Refused, Left |
-| gateway | worker | Welcome, StartPrefill, StartDecode, Release, Cancel, Drain |
-| gateway | supervisor | Suspect |
-| supervisor | gateway, cache | Reaped |
+| worker | coordinator | Hello, Heartbeat, Tokens, TransferReady, TransferDone, Refused, Left |
+| coordinator | worker | Welcome, StartPrefill, StartDecode, Release, Cancel, Drain |
+| coordinator | supervisor | Suspect |
+| supervisor | coordinator, cache | Reaped |
 | supervisor | gateway | Drain |
 | any child | supervisor | Ready |
 | rank | supervisor | SilentRank; also between supervisor and host server, about ranks of other hosts |
@@ -18,9 +18,10 @@ whatever the wall clock says, and messages of an older one are dropped. An attem
 request: every StartPrefill and every StartDecode has its own, so a worker may hold several of one request at once and
 knows each by (request, attempt). The ledger drops events of old attempts, so a client sees each token once.
 
-A Hello begins a session and says that its sender holds nothing; a worker that has received nothing from the gateway for
-some seconds, or whose connection broke, drops everything and sends Hello until it receives a Welcome. Messages of an
-earlier session are dropped at both ends. The gateway answers every Heartbeat of a trusted worker with a Welcome.
+A Hello begins a session and says that its sender holds nothing; a worker that has received nothing from the coordinator
+for some seconds, or whose connection broke, drops everything and sends Hello until it receives a Welcome. Messages of
+an earlier session are dropped at both ends. The coordinator answers every Heartbeat of a trusted worker with a Welcome.
+Messages between gateways and the coordinator are in `fabric/gateway_wire.py`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import msgspec
 from tripool.core import Request, TokenEvent
 from tripool.errors import TripoolError
 
-PROTOCOL = 2
+PROTOCOL = 3
 SUPERVISOR = "supervisor"
 Role = Literal["prefill", "decode", "cache"]
 
@@ -74,11 +75,11 @@ class KvDescriptor(msgspec.Struct, frozen=True, array_like=True):
     payload: bytes
 
 
-# ---- worker to gateway -------------------------------------------------------------------------------------------
+# ---- worker to coordinator ---------------------------------------------------------------------------------------
 
 
 class Hello(Message, frozen=True):
-    """Registers a worker: its first message, and again when a Welcome comes from a new gateway."""
+    """Registers a worker: its first message, and again when a Welcome comes from a new coordinator."""
 
     protocol: int
     role: Role
@@ -168,11 +169,12 @@ class Left(Message, frozen=True):
     worker_id: WorkerId
 
 
-# ---- gateway to worker -------------------------------------------------------------------------------------------
+# ---- coordinator to worker ---------------------------------------------------------------------------------------
 
 
 class Welcome(Message, frozen=True):
-    gateway_epoch: Natural
+    epoch: Natural
+    """Of the coordinator's process. A worker has no other coordinator of a lower one from then on."""
     heartbeat_s: Annotated[float, msgspec.Meta(ge=0.001, le=60)]
     """Longest interval between two heartbeats."""
 
@@ -237,7 +239,7 @@ class Reaped(Message, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """From a child to the supervisor: it serves. A gateway repeats it, since only the supervisor monitors a gateway."""
+    """From a child to the supervisor: it serves. Gateways and coordinators repeat it: the supervisor monitors them."""
 
     worker_id: WorkerId
     block_bytes: Natural = 0
@@ -293,7 +295,7 @@ _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, Overflow
 T = TypeVar("T")
 
 
-def encode(message: AnyMessage) -> bytes:
+def encode(message: msgspec.Struct) -> bytes:
     return _encoder.encode(message)
 
 

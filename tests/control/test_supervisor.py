@@ -19,7 +19,7 @@ import pytest
 from tripool.control.evidence import CpuUse, is_ending, is_runnable, is_stopped, times_of, was_busy
 from tripool.control.instance import Instance, map_file, slabs_file
 from tripool.control.launch import Spec, bind, launch
-from tripool.control.supervisor import GATEWAY, STANDBY, Backoff, Supervisor
+from tripool.control.supervisor import COORDINATOR, GATEWAY, STANDBY, Backoff, Supervisor
 from tripool.experts import ExpertMap
 from tripool.experts.exchange import SharedView
 from tripool.experts.layout import Layout
@@ -58,7 +58,7 @@ while not supervisor.ended:
             continue
         with open(folder / "told", "a") as told:
             told.write(f"{message.worker_id.name} {message.worker_id.epoch}" + " crashed" * message.crashed + "\\n")
-    if name == "gateway" and (folder / "suspect").exists():
+    if name == "coordinator" and (folder / "suspect").exists():
         worker, number = (folder / "suspect").read_text().split()
         (folder / "suspect").unlink()
         supervisor.send(Suspect(WorkerId(worker, int(number))))
@@ -140,7 +140,7 @@ def ends(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
 
 
 def test_who_falls_is_reaped_told_of_and_replaced(start: Callable[..., Run], caplog: pytest.LogCaptureFixture) -> None:
-    run = start(GATEWAY, "decode-0")
+    run = start(COORDINATOR, "decode-0")
     epoch, pid = run.worker_ids("decode-0")[0]
     os.kill(pid, signal.SIGKILL)
     until(lambda: len(run.worker_ids("decode-0")) == 2)
@@ -150,15 +150,15 @@ def test_who_falls_is_reaped_told_of_and_replaced(start: Callable[..., Run], cap
     (said,) = ends(caplog)
     assert (said["msg"], said["child"], said["child_pid"], said["epoch"]) == ("process ended", "decode-0", pid, epoch)
     assert (said["signal"], said["again_in_s"]) == ("SIGKILL", 0.1)
-    assert len(run.worker_ids(GATEWAY)) == 1
+    assert len(run.worker_ids(COORDINATOR)) == 1
 
 
 def test_a_clock_that_is_set_back_makes_no_life_older(start: Callable[..., Run], monkeypatch) -> None:
-    """The gateway takes a life that is older than the last for one that is over: it would never be welcome."""
+    """The coordinator takes a life that is older than the last for one that is over: it would never be welcome."""
     clock = count(10**18, -(10**9))
     monkeypatch.setattr(time, "time_ns", lambda: next(clock))
     monkeypatch.setattr(time, "time", lambda: next(clock) / 1e9)
-    run = start(GATEWAY, "decode-0")
+    run = start(COORDINATOR, "decode-0")
     for number in (1, 2):
         os.kill(run.worker_ids("decode-0")[-1][1], signal.SIGKILL)
         until(lambda number=number: len(run.worker_ids("decode-0")) == number + 1)
@@ -176,16 +176,16 @@ def test_what_cannot_be_started_now_is_tried_again_and_the_others_go_on(
         tries.append(name)
         return "/nowhere" if tries.count("decode-0") == 2 and name == "decode-0" else sys.executable
 
-    run = start(GATEWAY, "decode-0", command=command)
+    run = start(COORDINATOR, "decode-0", command=command)
     os.kill(run.worker_ids("decode-0")[0][1], signal.SIGKILL)
     until(lambda: len(run.worker_ids("decode-0")) == 2)
     assert tries.count("decode-0") == 3
     assert [said["msg"] for said in ends(caplog)] == ["process ended", "process not started"]
-    assert len(run.worker_ids(GATEWAY)) == 1
+    assert len(run.worker_ids(COORDINATOR)) == 1
 
 
 def test_a_suspect_is_ended_even_when_it_is_stopped(start: Callable[..., Run]) -> None:
-    run = start(GATEWAY, "decode-0")
+    run = start(COORDINATOR, "decode-0")
     epoch, pid = run.worker_ids("decode-0")[0]
     os.kill(pid, signal.SIGSTOP)
     (run.folder / "suspect").write_text(f"decode-0 {epoch}", "ascii")
@@ -200,7 +200,7 @@ def test_a_suspect_is_ended_even_when_it_is_stopped(start: Callable[..., Run]) -
 
 def test_a_suspect_that_computes_instead_of_answering_has_crashed(start: Callable[..., Run]) -> None:
     """Unlike one that was stopped or killed: what it computes may do the same to the next one."""
-    run = start(GATEWAY, "busy")
+    run = start(COORDINATOR, "busy")
     epoch, pid = run.worker_ids("busy")[0]
     until(lambda: (times := times_of(pid)) is not None and times[0] > 1.5)
     (run.folder / "suspect").write_text(f"busy {epoch}", "ascii")
@@ -257,7 +257,7 @@ def map_of(run: Run) -> ExpertMap:
 
 
 def test_ranks_that_come_and_go_change_the_map(start: Callable[..., Run]) -> None:
-    run = start(GATEWAY, ranks=["d-r0", "d-r1"])
+    run = start(COORDINATOR, ranks=["d-r0", "d-r1"])
     assert (map_of(run).epoch, map_of(run).gone) == (2, frozenset())
     os.kill(run.worker_ids("d-r1")[0][1], signal.SIGKILL)
     until(lambda: map_of(run).epoch == 4)
@@ -266,7 +266,7 @@ def test_ranks_that_come_and_go_change_the_map(start: Callable[..., Run]) -> Non
 
 def test_a_standby_becomes_the_rank_that_died(start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tripool.control.supervisor._STANDBY_S", 0.1)
-    run = start(GATEWAY, ranks=["d-r0", "d-r1"])
+    run = start(COORDINATOR, ranks=["d-r0", "d-r1"])
     for number in (1, 2):
         until(lambda number=number: len(run.worker_ids(STANDBY)) == number and run.supervisor._is_ready(STANDBY))
         epoch, pid = run.worker_ids(STANDBY)[-1]
@@ -280,7 +280,7 @@ def test_a_standby_becomes_the_rank_that_died(start: Callable[..., Run], monkeyp
 def test_a_stopped_rank_is_ended_at_once_and_a_slow_one_later(
     start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = start(GATEWAY, ranks=["d-r0", "d-r1"])
+    run = start(COORDINATOR, ranks=["d-r0", "d-r1"])
 
     def report(map_epoch: int, silence_s: float) -> None:
         (run.folder / "new").write_text(f"1 {map_epoch} {silence_s}", "ascii")
@@ -302,7 +302,7 @@ def test_a_stopped_rank_is_ended_at_once_and_a_slow_one_later(
 
 
 def test_a_report_counts_though_experts_have_moved_since(start: Callable[..., Run]) -> None:
-    run = start(GATEWAY, ranks=["d-r0", "d-r1"])
+    run = start(COORDINATOR, ranks=["d-r0", "d-r1"])
     SharedView(*attach_slabs(slabs_file(run.folder, "d"))).routed(0)[0] = (8000, 1, 1, 1)
     until(lambda: map_of(run).epoch > 2)
     (run.folder / "new").write_text("1 2 11.0", "ascii")

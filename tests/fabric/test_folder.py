@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tripool.fabric.folder import RunFolder, folder_of, gateway_address
+from tripool.fabric.folder import RunFolder, coordinator_address, folder_of
 
 
 def test_private_and_gone_in_the_end(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     assert folder.path.stat().st_mode & 0o777 == 0o700
-    assert folder_of(gateway_address(folder.path)) == folder.path
+    assert folder_of(coordinator_address(folder.path)) == folder.path
     folder.remove()
     assert list(tmp_path.iterdir()) == []
 

@@ -18,7 +18,7 @@ from tripool.cache.copying import checksum
 from tripool.core import Request, SamplingParams, Slo, Stages, TokenEvent, TokenLogprobs
 from tripool.engine.fake import fake_text
 from tripool.engine.fake_paged import PagedFake
-from tripool.fabric.channel import Line, Switchboard
+from tripool.fabric.channel import Line, Switchboard, read_from_worker
 from tripool.fabric.shared_memory import BlockTable, MappedArenas, MappedReceiver
 from tripool.fabric.supervisor_channel import SupervisorChannel
 from tripool.messages import (
@@ -214,8 +214,8 @@ def test_only_what_is_a_message_is_read() -> None:
 def test_lines_drop_and_count_what_they_cannot_read() -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     address, rng = "inproc://gateway", random.Random(4)
-    switchboard = Switchboard(context, address)
-    line = Line(context, address, "prefill-0.1.1")
+    switchboard = Switchboard(context, read_from_worker, address)
+    line = Line(context, address, "prefill-0.1.1", decode_to_worker)
     noise = [data for data in mutations(from_workers("r", 1), 300, rng) if readable("gateway", data) is None]
     forged = [
         encode(Left(WorkerId("decode-0", 1))),

@@ -10,8 +10,8 @@ import pytest
 import zmq
 
 from tripool.fabric import Link, Switchboard
-from tripool.fabric.channel import ZmqTransport
-from tripool.messages import PROTOCOL, AnyMessage, Cancel, Drain, Heartbeat, Hello, Welcome, WorkerId
+from tripool.fabric.channel import ZmqTransport, read_from_worker
+from tripool.messages import PROTOCOL, AnyMessage, Cancel, Drain, FromWorker, Heartbeat, Hello, Welcome, WorkerId
 
 LIFE = WorkerId("decode-0", 5)
 HELLO = Hello(PROTOCOL, "decode", LIFE, 1, "m", 64, 1, 64, 10)
@@ -28,11 +28,11 @@ def address(tmp_path: Path) -> str:
 @pytest.fixture
 def gateway(address: str) -> Iterator[Callable[[], Switchboard]]:
     """Makes switchboards at the same address, one after the other."""
-    boards: list[Switchboard] = []
+    boards: list[Switchboard[FromWorker]] = []
     with zmq.Context() as context:
 
-        def make() -> Switchboard:
-            boards.append(Switchboard(context, address))
+        def make() -> Switchboard[FromWorker]:
+            boards.append(Switchboard(context, read_from_worker, address))
             return boards[-1]
 
         yield make

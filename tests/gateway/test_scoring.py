@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tripool.gateway.answer_limits import MAX_PROMPT_SCORES
+from tripool.router.answer_limits import MAX_PROMPT_SCORES
 
 IDS = [40, 50, 60, 70]
 

@@ -41,7 +41,7 @@ class Stage:
 
     def __init__(self, *worker_ids: WorkerId, **config: Any) -> None:
         self.now_s = 100.0
-        self.coordinator = Coordinator(RouterConfig(**config), gateway_epoch=1)
+        self.coordinator = Coordinator(RouterConfig(**config), epoch=1)
         self.outputs: list[Output] = []
         for worker_id in worker_ids:
             self.receive(hello(worker_id, "prefill" if worker_id.name.startswith("prefill") else "decode"))

@@ -15,7 +15,7 @@ PREFILL, DECODE = WorkerId("prefill-0", 1), WorkerId("decode-0", 1)
 
 def decoding(num_tokens: int) -> Coordinator:
     """One request of so many tokens that has its first one, and decodes."""
-    coordinator = Coordinator(RouterConfig(), gateway_epoch=1)
+    coordinator = Coordinator(RouterConfig(), epoch=1)
     for worker_id, role in ((PREFILL, "prefill"), (DECODE, "decode")):
         coordinator.receive(Hello(PROTOCOL, role, worker_id, 1, "m", 10_000, 8, 10_000, 100), 0.0)  # type: ignore[arg-type]
     params = SamplingParams(max_tokens=num_tokens)

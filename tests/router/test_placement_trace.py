@@ -114,7 +114,7 @@ def test_a_trace_is_bounded_and_keeps_its_first_and_last_steps():
 def test_without_stories_everything_is_placed_the_same():
     outputs = []
     for traces in (True, False):
-        coordinator = Coordinator(RouterConfig(prefill_ahead_tokens=60), gateway_epoch=1, traces=traces)
+        coordinator = Coordinator(RouterConfig(prefill_ahead_tokens=60), epoch=1, traces=traces)
         made = [
             coordinator.receive(hello(worker_id, role), 0.0) for worker_id, role in ((P0, "prefill"), (P1, "prefill"))
         ]

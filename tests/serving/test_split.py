@@ -17,7 +17,7 @@ from tripool.control.run_manifest import RunManifest, ServedModel
 from tripool.engine.fake import fake_text
 from tripool.engine.fake_paged import PagedFake
 from tripool.errors import CheckpointMissing, InvalidRequest, ModelNotFound
-from tripool.fabric.folder import gateway_address
+from tripool.fabric.folder import coordinator_address
 from tripool.gateway.server import listen
 from tripool.messages import WorkerId
 from tripool.serving import AccessConfig, build_split
@@ -74,7 +74,7 @@ def test_a_worker_of_another_model_does_not_join(tmp_path: Path) -> None:
     RunManifest((ServedModel("tiny", fake_text()),)).write(tmp_path)
     engine = PagedFake(fake_text(), num_blocks=64)
     with pytest.raises(ModelNotFound, match="no model 'fake'"):
-        WorkerProcess(engine, "decode", WorkerId("decode-9", 1), gateway_address(tmp_path))
+        WorkerProcess(engine, "decode", WorkerId("decode-9", 1), coordinator_address(tmp_path))
 
 
 def test_what_cannot_be_served_is_an_error_before_a_process_starts(tmp_path: Path) -> None:

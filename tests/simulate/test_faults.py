@@ -38,7 +38,18 @@ def test_sixty_lives_keep_every_promise() -> None:
         outcomes += report.outcomes
     assert all(outcomes[code] >= 3 for code in REFUSED), outcomes
     # The checks are worth what the faults make happen.
-    for kind in ("kill", "stop", "slow", "cut", "loss", "cache restart", "gateway restart", "burst", "drain"):
+    for kind in (
+        "kill",
+        "stop",
+        "slow",
+        "cut",
+        "loss",
+        "cache restart",
+        "gateway restart",
+        "coordinator restart",
+        "burst",
+        "drain",
+    ):
         assert faults[kind] >= 5, f"{kind}: only {faults[kind]} times"
     for event, times in {
         "suspected": 30,
@@ -55,6 +66,8 @@ def test_sixty_lives_keep_every_promise() -> None:
         "blocks fetched from the cache": 500,
         "blocks evicted": 500,
         "waited for admission": 300,
+        "requests taken over": 100,
+        "requests taken over with tokens": 30,
         "cancelled before admission": 20,
         "blocks written to disk": 500,
         "blocks read from disk": 100,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,12 +20,14 @@ from tripool.router.admission_types import Admit, Arrival, PendingRequest
 from tripool.router.admission_types import Stage as AdmissionStage
 from tripool.router.coordinator import Emit, Send
 from tripool.router.fair_queue import Account, FairQueue
+from tripool.router.held import Held
 from tripool.router.ledger import ChoiceState, Entry, Ledger, Placement
 from tripool.router.placing import Placing
 from tripool.router.rate_limiter import RateLimiter
 from tripool.router.ttft_predictor import TtftPredictor
 from tripool.router.view import FleetView
 from tripool.simulate import simulate
+from tripool.simulate.request_table import Open
 
 NUM_SEEDS = 200
 
@@ -246,6 +249,32 @@ def parcels_survive_the_gateway(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(PrefillWorker, "drop", forgetful)
     without_lease_deadlines(patch)
+
+
+@bug("of the token|was due")
+def takeover_forgets_the_last_token(patch: pytest.MonkeyPatch) -> None:
+    held = Open.held.fget
+    assert held is not None
+
+    def forgetful(self: Open) -> Held:
+        choices = [replace(c, tokens=c.tokens if c.done else c.tokens[:-1]) for c in held(self).choices]
+        return Held(tuple(choices), held(self).num_cached_tokens)
+
+    patch.setattr(Open, "held", property(forgetful))
+
+
+@bug("is not taken up again|disagree|hangs|duplicate")
+def takeover_computes_what_is_done(patch: pytest.MonkeyPatch) -> None:
+    """Choices whose clients have all of them are placed again."""
+    held = Open.held.fget
+    assert held is not None
+    undone = property(lambda self: Held(tuple(replace(c, done=False) for c in held(self).choices), None))
+    patch.setattr(Open, "held", undone)
+
+
+@bug("got .* requests through")
+def takeover_fills_the_buckets(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RateLimiter, "restore", lambda self, levels: None)
 
 
 @bug("1 refs, 0 owners|instead of")

@@ -20,11 +20,11 @@ from .serving import SplitServer, split_server
 from .streams import Asked, Clients, Outcome, expected, make_bodies
 
 Fault = Literal["kill -9", "SIGSTOP, SIGCONT", "cut socket", "client disconnect"]
-Hop = Literal["prefill", "decode", "cache", "supervisor"]
+Hop = Literal["prefill", "decode", "cache", "coordinator", "standby", "supervisor"]
 Stage = Literal["queued", "prefilling", "transferring", "decoding"]
 
 FAULTS: tuple[Fault, ...] = ("kill -9", "SIGSTOP, SIGCONT", "cut socket", "client disconnect")
-HOPS: tuple[Hop, ...] = ("prefill", "decode", "cache", "supervisor")
+HOPS: tuple[Hop, ...] = ("prefill", "decode", "cache", "coordinator", "standby", "supervisor")
 STAGES: tuple[Stage, ...] = ("queued", "prefilling", "transferring", "decoding")
 
 MODEL = "fake:step_ms=8,step_tokens=256,running=40"
@@ -111,6 +111,9 @@ async def _run(server: SplitServer, asked: list[Asked], fault: Fault, hop: Hop, 
         ):
             await _until_replaced(http, before)
             seen.capacity_s = time.monotonic() - began_s
+        if fault in ("kill -9", "SIGSTOP, SIGCONT") and hop == "coordinator":
+            await _until_taken_over(http, pid)
+            seen.capacity_s = time.monotonic() - began_s
         if fault == "SIGSTOP, SIGCONT":
             faults.wake(pid)
         if (fault, hop) == ("kill -9", "cache"):
@@ -154,6 +157,17 @@ async def _until_replaced(http: httpx.AsyncClient, before: set[tuple[str, int]])
         await asyncio.sleep(0.01)
 
 
+async def _until_taken_over(http: httpx.AsyncClient, pid: int) -> None:
+    """Another coordinator leads, and has all workers."""
+    deadline_s = time.monotonic() + STREAMS_S
+    while True:
+        pools = (await http.get("/v1/pools")).raise_for_status().json()
+        if pools["coordinator_pid"] != pid and len(pools["workers"]) == NUM_PREFILL + NUM_DECODE:
+            return
+        assert time.monotonic() < deadline_s, pools
+        await asyncio.sleep(0.01)
+
+
 async def _until_cache_is_replaced(http: httpx.AsyncClient, server: SplitServer, pid: int) -> None:
     """Another process in the dead one's place, and the gateway hears it."""
     deadline_s = time.monotonic() + STREAMS_S
@@ -171,6 +185,11 @@ def _target(server: SplitServer, pools: dict[str, Any], hop: Hop) -> int:
         return server.process.pid
     if hop == "cache":
         return server.child("cache-0")
+    leader: int = pools["coordinator_pid"]
+    if hop == "coordinator":
+        return leader
+    if hop == "standby":
+        return next(pid for pid in server.all("coordinator") if pid != leader)
     pid: int = max((w for w in pools["workers"] if w["role"] == hop), key=lambda w: w["placed_tokens"])["pid"]
     return pid
 
@@ -182,7 +201,7 @@ async def _inject(
         faults.kill(pid)
     elif fault == "SIGSTOP, SIGCONT":
         faults.stop(pid)
-        if hop in ("supervisor", "cache"):
+        if hop in ("supervisor", "cache", "standby"):
             await asyncio.sleep(1.0)  # nobody need find out: it is not on a token's way
     elif fault == "cut socket":
         if hop == "supervisor":
@@ -190,8 +209,11 @@ async def _inject(
         elif hop == "cache":
             worker = _target(server, pools, "prefill")
             assert faults.cut(worker, lambda peer: "/cache-" in peer) > 0
+        elif hop in ("coordinator", "standby"):
+            end = server.child("gateway") if hop == "coordinator" else pid
+            assert faults.cut(end, lambda peer: peer.endswith("/gateways.sock")) > 0
         else:
-            faults.cut_from_gateway(pid)
+            faults.cut_from_coordinator(pid)
     else:
         clients.leave.set()
 
@@ -231,7 +253,7 @@ def _held(server: SplitServer) -> int:
     while True:
         pools = server.pools()
         held = pools["requests"] + sum(w["placed"] + w["running"] + w["blocks_held"] for w in pools["workers"])
-        held += NUM_PREFILL + NUM_DECODE - len(pools["workers"])
+        held += NUM_PREFILL + NUM_DECODE - len(pools["workers"]) + (pools["standbys"] != 1)
         held += sum(member.get("leases", 1) + member.get("reserved", 1) for member in pools["cache"])
         if held == 0 or time.monotonic() > deadline_s:
             return int(held)

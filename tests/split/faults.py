@@ -64,8 +64,8 @@ def _borrowed(pid: int, number: int) -> Iterator[socket.socket]:
         yield end
 
 
-def cut_from_gateway(pid: int) -> None:
-    assert cut(pid, lambda peer: peer.endswith("/gateway.sock")) > 0
+def cut_from_coordinator(pid: int) -> None:
+    assert cut(pid, lambda peer: peer.endswith("/coordinator.sock")) > 0
 
 
 def cut_supervisor_channel(pid: int) -> None:

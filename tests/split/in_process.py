@@ -26,7 +26,7 @@ class Fleet:
         self, folder: Path, prefill: Sequence[PoolEngine], decode: Sequence[PoolEngine], *, turn_s: float = TURN_S
     ) -> None:
         self._turn_s = turn_s
-        self.coordinator = Coordinator(RouterConfig(), gateway_epoch=1)
+        self.coordinator = Coordinator(RouterConfig(), epoch=1)
         self.now_s = 0.0
         self.events: dict[tuple[str, int], list[TokenEvent]] = {}
         self.failed: dict[str, TripoolError] = {}

@@ -52,13 +52,17 @@ class SplitServer:
             map(int, Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text("ascii").split())
         )
 
-    def find(self, word: str) -> int | None:
-        """The child that was started with this word in its command, if there is one."""
+    def all(self, word: str) -> list[int]:
+        """The children that were started with this word in their commands."""
+        found = []
         for pid in self.children():
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 if word in Path(f"/proc/{pid}/cmdline").read_text("utf-8").split("\0"):
-                    return pid
-        return None
+                    found.append(pid)
+        return found
+
+    def find(self, word: str) -> int | None:
+        return next(iter(self.all(word)), None)
 
     def child(self, word: str) -> int:
         pid = self.find(word)

@@ -18,6 +18,10 @@ SMALL: list[tuple[Fault, Hop, Stage]] = [
     ("cut socket", "decode", "transferring"),
     ("client disconnect", "prefill", "prefilling"),
     ("kill -9", "cache", "prefilling"),
+    ("kill -9", "coordinator", "prefilling"),
+    ("SIGSTOP, SIGCONT", "coordinator", "decoding"),
+    ("cut socket", "coordinator", "transferring"),
+    ("cut socket", "standby", "decoding"),
     ("kill -9", "supervisor", "decoding"),
 ]
 
@@ -79,9 +83,10 @@ alone. {os.cpu_count()} cores; load average {load[0]:.1f} at the start and {load
   repeated with other requests.
 - *held*: blocks, leases and requests that nobody gave back; after a kill of the supervisor, processes that outlive it.
 - *capacity*: from the fault until every process was there again, finding out included; – where no process was lost.
-  Stopped cache members and supervisors are woken after a second: nobody looks for them. *of it back-off*: what the
-  supervisor waited on purpose, longer each time a place falls again within ten seconds, as places do in this table.
-- A cut of the supervisor is a cut of its line to one decode worker, which it then replaces.
+  Stopped cache members, standbys and supervisors are woken after a second: nobody looks for them. *of it back-off*:
+  what the supervisor waited on purpose, longer each time a place falls again within ten seconds, as here.
+- A cut of the supervisor is a cut of its line to one decode worker, which it then replaces; one of the coordinator that
+  of the gateway's line to it, one of the standby that of its log. A stopped coordinator is killed by its standby.
 
 {table}
 """

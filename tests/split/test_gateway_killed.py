@@ -1,7 +1,8 @@
-"""The gateway dies, or the supervisor: what the others do about it."""
+"""The gateway dies, the coordinator, or the supervisor: what the others do about it."""
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
@@ -30,7 +31,7 @@ def wait_gone(pids: list[int], within_s: float) -> None:
 @bounded
 def test_a_killed_gateway_is_replaced_and_workers_hold_nothing(bound_s: float) -> None:
     with split_server("fake:step_ms=5", prefill=1, decode=1) as server:
-        epoch = server.pools()["gateway_epoch"]
+        gateways = server.pools()["gateways"]
         worker_ids = server.worker_ids()
         with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG, timeout=DEADLINE_S) as response:
             lines = response.iter_lines()
@@ -53,8 +54,31 @@ def test_a_killed_gateway_is_replaced_and_workers_hold_nothing(bound_s: float) -
         server.http.close()
         server.http = httpx.Client(base_url=server.url, timeout=DEADLINE_S)
         server.wait_idle(2, bound_s - (time.monotonic() - killed_s))
-        assert server.pools()["gateway_epoch"] > epoch
+        assert server.pools()["gateways"] != gateways
         assert server.worker_ids() == worker_ids, "workers outlive their gateway"
+
+
+def test_a_killed_coordinator_is_replaced_and_no_stream_is_cut_off() -> None:
+    """The gateway keeps its clients, and the next coordinator takes their answers up where they are."""
+    body = {**LONG, "max_tokens": 400, "n": 2}
+    with split_server("fake:step_ms=5", prefill=1, decode=1) as server:
+        whole = server.http.post("/v1/completions", json=body | {"stream": False}).json()["choices"]
+        worker_ids, pools = server.worker_ids(), server.pools()
+        leader, epoch = pools["coordinator_pid"], pools["coordinator_epoch"]
+        texts: dict[int, str] = {}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=DEADLINE_S) as response:
+            lines = filter(None, response.iter_lines())
+            for number, line in enumerate(lines):
+                if line == "data: [DONE]":
+                    break
+                (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+                texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+                if number == 20:
+                    faults.kill(leader)
+        assert texts == {choice["index"]: choice["text"] for choice in whole}
+        server.wait_idle(2)
+        assert server.pools()["coordinator_epoch"] > epoch
+        assert server.worker_ids() == worker_ids, "workers outlive their coordinator"
 
 
 @pytest.mark.prove

@@ -1,4 +1,4 @@
-"""Processes of a split server: `worker`, and the hidden `gateway` and `cache-member` that `serve --split` starts."""
+"""Processes of a split server: `worker`, and the hidden ones that `serve --split` starts."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ def register(app: typer.Typer) -> None:
     _register_worker(app)
     _register_standby(app)
     _register_gateway(app)
+    _register_coordinator(app)
     _register_cache_member(app)
     _register_host_server(app)
 
@@ -179,7 +180,6 @@ def _register_gateway(app: typer.Typer) -> None:
         log_format: LogFormat = _LOGS.style,
     ) -> None:
         """Serve HTTP for workers in other processes."""
-        import shutil
         import socket
 
         from tripool.fabric.supervisor_channel import SupervisorChannel
@@ -199,8 +199,28 @@ def _register_gateway(app: typer.Typer) -> None:
             with socket.socket(fileno=http_fd) as listener:
                 log.serving()
                 process.run(listener)
-            if channel.ended:  # without a supervisor, the gateway is the last process that knows the folder
-                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _register_coordinator(app: typer.Typer) -> None:
+    @app.command(hidden=True)
+    def coordinator(
+        folder: Annotated[Path, typer.Option(help="The folder of the run.")],
+        name: Annotated[str, typer.Option()],
+        epoch: Annotated[int, typer.Option()],
+        supervisor_channel: Annotated[int, typer.Option()],
+        log_level: LogLevel = _LOGS.level,
+        log_format: LogFormat = _LOGS.style,
+    ) -> None:
+        """Admit and place the requests of the gateways of a run."""
+        from tripool.fabric.supervisor_channel import SupervisorChannel
+        from tripool.messages import WorkerId
+        from tripool.serving.coordinator import CoordinatorProcess
+
+        with logged(name, LogOptions(log_level, log_format)) as log:
+            channel = SupervisorChannel.inherited(supervisor_channel)
+            process = CoordinatorProcess(folder, WorkerId(name, epoch), channel)
+            log.serving()
+            process.run()
 
 
 def _register_cache_member(app: typer.Typer) -> None:

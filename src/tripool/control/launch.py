@@ -31,6 +31,11 @@ class Spec:
     cpus: tuple[int, ...] = ()
     """Those that it runs on; empty: any."""
 
+    @property
+    def role(self) -> str:
+        """What it is one of several of: "gateway" of "gateway-1"."""
+        return self.name.rstrip("-0123456789")
+
 
 @dataclass(slots=True, eq=False)
 class Child:

@@ -36,13 +36,13 @@ from tripool.messages import (
 )
 
 _LOG = logging.getLogger("tripool.supervisor")
-GATEWAY, STANDBY, HOST_SERVER = "gateway", "standby", "host-server"
+GATEWAY, COORDINATOR, STANDBY, HOST_SERVER = "gateway", "coordinator", "standby", "host-server"
 _LOOK_S = 0.2
 """Polling interval of the processes, besides messages: a channel may stay open after its process ended."""
 _START_S = 600.0
 """Longest time from a child's start until it is ready, loading a model included."""
 _SILENCE_S = 5.0
-"""Longest silence of a ready gateway."""
+"""Longest silence of a ready gateway or coordinator."""
 _BALANCE_S, _MOVE_S = 0.5, 0.05
 """Between two looks at the loads of experts, and between two steps of moves: what a plan levels is wanted soon."""
 _STANDBY_S = 3.0
@@ -50,7 +50,7 @@ _STANDBY_S = 3.0
 _STUCK_S, _RANK_SILENCE_S = 0.5, 10.0
 """Longest silence of a rank none of whose threads is runnable, and of another one: it computes, or waits for a core."""
 _DRAIN_S = 9.0
-"""Time for the gateway to end its streams; longer than its own limits for that."""
+"""Time for gateways to end their streams; longer than its own limits for that."""
 _END_S = 3.0
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP, signal.SIGSYS)
 _FIRST_RESTART_S = 0.1
@@ -73,7 +73,7 @@ class Backoff:
 
 
 class Supervisor:
-    """`specs`: one for the gateway and one per worker. Cache members named by them are started from
+    """`specs`: one for the gateway, the coordinator and each worker. Cache members named by them are started from
     `cache_spec(name, block_bytes)` once one of their workers has reported its block size. `instances`: those of several
     ranks; `standby`: a process that has imported what a rank needs, and becomes the next rank that is started again."""
 
@@ -110,7 +110,7 @@ class Supervisor:
         """Set it, also from a signal handler: `run` ends the children in order and returns."""
 
     def run(self, on_ready: Callable[[], object]) -> None:
-        """Until `stopping` is set. `on_ready` is called once the gateway and every worker have been ready together."""
+        """Until `stopping` is set. `on_ready` is called once all but cache members have been ready together."""
         try:
             while not self.stopping:
                 self._start_due()
@@ -199,7 +199,7 @@ class Supervisor:
         self._unreported = [reaped for reaped in self._unreported if self._pool.report(reaped)]
         for child in list(self._children.values()):
             late = not child.ready and now_s - child.started_s > _START_S
-            silent = child.ready and child.spec.name == GATEWAY and now_s - child.heard_s > _SILENCE_S
+            silent = child.ready and child.spec.role in (GATEWAY, COORDINATOR) and now_s - child.heard_s > _SILENCE_S
             if late or silent:
                 self._ended(child, f"not ready after {_START_S:g} s" if late else f"silent for {_SILENCE_S:g} s")
             elif child.supervisor_channel.ended or child.process.poll() is not None:
@@ -221,7 +221,7 @@ class Supervisor:
         child = self._children.get(worker_id.name)
         if child is not None and child.worker_id == worker_id:  # else it has ended and was replaced
             busy = child.cpu.is_busy(self._clock())
-            self._ended(child, f"suspected by the gateway{', and busy' if busy else ''}", busy=busy)
+            self._ended(child, f"suspected by the coordinator{', and busy' if busy else ''}", busy=busy)
 
     def _end_silent(self, instance: str, report: SilentRank) -> None:
         """A report may concern a process that has been given up since."""
@@ -242,6 +242,9 @@ class Supervisor:
 
     def _all(self) -> list[Child]:
         return list(self._children.values())
+
+    def _of_role(self, role: str) -> list[Child]:
+        return [child for child in self._children.values() if child.spec.role == role]
 
     def _silent_elsewhere(self, instance: Instance | JoinedInstance, report: SilentRank) -> None:
         """A rank of another host: that host knows whether it is slow or stuck, and is told; the server's own host gives
@@ -296,23 +299,22 @@ class Supervisor:
         del self._children[child.spec.name]
         for left in self._folder.glob(f"{child.worker_id}.*"):
             left.unlink(missing_ok=True)
-        if child.spec.name in self._cache or child.spec.name in (GATEWAY, STANDBY):
+        if child.spec.name in self._cache or child.spec.role in (GATEWAY, COORDINATOR, STANDBY):
             return code  # these write to no other process's memory
         reaped = Reaped(child.worker_id, crashed=busy or short_of_memory or _crashed(code))
-        gateway = self._children.get(GATEWAY)
-        if gateway is not None:
-            gateway.supervisor_channel.send(reaped)
+        for coordinator in self._of_role(COORDINATOR):
+            coordinator.supervisor_channel.send(reaped)
         if self._cache:
             self._unreported.append(reaped)
         return code
 
     def _stop(self) -> None:
-        """End the gateway first, which drains its streams; then all others."""
+        """End the gateways first, which drain their streams; then all others."""
         _LOG.info("stopping", extra={"processes": len(self._children)})
-        gateway = self._children.get(GATEWAY)
-        if gateway is not None:
+        gateways = self._of_role(GATEWAY)
+        for gateway in gateways:
             gateway.supervisor_channel.send(Drain())
-            self._await([gateway], _DRAIN_S)
+        self._await(gateways, _DRAIN_S)
         rest = list(self._children.values())
         for child in rest:
             child.terminate()

@@ -1,4 +1,4 @@
-"""Channels that carry messages between workers and the gateway, and their ZeroMQ implementation.
+"""Channels that carry messages between workers, gateways and the coordinator, and their ZeroMQ implementation.
 
 A channel neither loses nor reorders messages while it lasts. One that breaks may lose messages, so it says that it is
 broken; ZeroMQ alone would silently connect again.
@@ -7,8 +7,8 @@ broken; ZeroMQ alone would silently connect again.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 import zmq
@@ -24,6 +24,7 @@ from tripool.messages import (
     encode,
 )
 
+T = TypeVar("T")
 _RECONNECT_MS = 50
 _JOIN_S = 2.0
 _MAX_MESSAGE_BYTES = 2**26
@@ -31,7 +32,7 @@ _MAX_MESSAGE_BYTES = 2**26
 
 
 class Channel(Protocol):
-    """A worker's end of one connection to the gateway. After `broken`, close it and connect another."""
+    """A worker's end of one connection to the coordinator. After `broken`, close it and connect another."""
 
     @property
     def broken(self) -> bool: ...
@@ -59,7 +60,7 @@ class HeartbeatSender(Protocol):
 
 
 class Transport(Protocol):
-    """Connects one worker to the gateway. `identity` tells the gateway's end which channel a message came by."""
+    """Connects one worker to the coordinator. `identity` tells its end which channel a message came by."""
 
     def connect(self, identity: str) -> Channel: ...
 
@@ -78,8 +79,8 @@ class ZmqTransport:
         self._address = address
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
-    def connect(self, identity: str) -> Line:
-        return Line(self._context, self._address, identity)
+    def connect(self, identity: str) -> Line[ToWorker]:
+        return Line(self._context, self._address, identity, decode_to_worker)
 
     def heartbeats(self, identity: str) -> HeartbeatSender:
         return _HeartbeatThread(self, identity)
@@ -88,10 +89,14 @@ class ZmqTransport:
         self._context.term()
 
 
-class Line:
-    """A `Channel` over ZeroMQ."""
+class Line(Generic[T]):
+    """A `Channel` over ZeroMQ; also a gateway's end of its connection to the coordinator."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, identity: str) -> None:
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], address: str, identity: str, read: Callable[[bytes], T]
+    ) -> None:
+        """`read`: a message from its bytes; raises DecodeError."""
+        self._read = read
         self.num_strange = 0
         """Messages that could not be read."""
         self.socket = context.socket(zmq.DEALER)
@@ -103,7 +108,7 @@ class Line:
         self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self.socket.connect(address)
 
-    def send(self, message: AnyMessage) -> None:
+    def send(self, message: msgspec.Struct) -> None:
         self.socket.send(encode(message), zmq.DONTWAIT)
 
     def wait(self, timeout_s: float) -> None:
@@ -112,14 +117,23 @@ class Line:
             poller.register(source, zmq.POLLIN)
         poller.poll(int(timeout_s * 1000))
 
-    def receive(self) -> Iterator[ToWorker]:
-        """Skips what is no message of this protocol: it cannot have come from our gateway."""
+    @property
+    def fileno(self) -> int:
+        """Becomes readable when there may be something to `receive`; ask `waiting` after sending and receiving."""
+        return int(self.socket.getsockopt(zmq.FD))
+
+    @property
+    def waiting(self) -> bool:
+        return _readable(self.socket)
+
+    def receive(self) -> Iterator[T]:
+        """Skips what is no message of this protocol: it cannot have come from our coordinator."""
         while _readable(self.socket):
             data = b"".join(self.socket.recv_multipart(zmq.DONTWAIT))
             if not data:
-                continue  # the gateway has looked whether this line is still there
+                continue  # the coordinator has looked whether this line is still there
             try:
-                message = decode_to_worker(data)
+                message = self._read(data)
             except msgspec.DecodeError:
                 self.num_strange += 1
                 continue
@@ -158,10 +172,22 @@ class _HeartbeatThread:
         line.close()
 
 
-class Switchboard:
-    """The gateway's end of all lines. `fileno` becomes readable when there may be something to `receive`."""
+def read_from_worker(identity: bytes, data: bytes) -> FromWorker:
+    """A channel carries messages of its own worker alone."""
+    message = decode_from_worker(data)
+    if not identity.startswith(identity_of(message.worker_id).encode()):
+        raise msgspec.DecodeError("a message in another worker's name")
+    return message
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], *addresses: str) -> None:
+
+class Switchboard(Generic[T]):
+    """The coordinator's end of all lines. `fileno` becomes readable when there may be something to `receive`."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], read: Callable[[bytes, bytes], T], *addresses: str
+    ) -> None:
+        """`read`: a message from its line's identity and its bytes; raises DecodeError."""
+        self._read = read
         self.num_strange = 0
         """Messages that could not be read, or whose sender spoke for somebody else."""
         self._socket = context.socket(zmq.ROUTER)
@@ -182,7 +208,7 @@ class Switchboard:
         """Whether there is something to receive. Ask after sending, too: that may use up the sign on `fileno`."""
         return _readable(self._socket)
 
-    def send(self, identity: bytes, message: AnyMessage | None) -> bool:
+    def send(self, identity: bytes, message: msgspec.Struct | None) -> bool:
         """Never waits. False: that line is gone, for good, and the message goes nowhere. None: only to learn that."""
         try:
             self._socket.send_multipart((identity, b"" if message is None else encode(message)), zmq.DONTWAIT)
@@ -192,16 +218,13 @@ class Switchboard:
             return False
         return True
 
-    def receive(self) -> Iterator[tuple[bytes, FromWorker]]:
+    def receive(self) -> Iterator[tuple[bytes, T]]:
         while self.waiting:
             identity, *parts = self._socket.recv_multipart(zmq.DONTWAIT)
             try:
-                message = decode_from_worker(b"".join(parts))
+                message = self._read(identity, b"".join(parts))
             except msgspec.DecodeError:
-                self.num_strange += 1  # not one of ours, or of another version
-                continue
-            if not identity.startswith(identity_of(message.worker_id).encode()):
-                self.num_strange += 1
+                self.num_strange += 1  # not one of ours, of another version, or in somebody else's name
                 continue
             yield identity, message
 

@@ -42,13 +42,18 @@ def _make(parent: Path) -> tuple[Path, int]:
     return path, lock
 
 
-def gateway_address(folder: Path) -> str:
-    """Where the gateway of a run listens for workers."""
-    return f"ipc://{folder}/gateway.sock"
+def coordinator_address(folder: Path) -> str:
+    """Where the coordinator of a run listens for workers."""
+    return f"ipc://{folder}/coordinator.sock"
+
+
+def gateways_address(folder: Path) -> str:
+    """Where it listens for gateways."""
+    return f"ipc://{folder}/gateways.sock"
 
 
 def folder_of(address: str) -> Path:
-    """The run folder that a gateway's local address lies in."""
+    """The run folder that a coordinator's local address lies in."""
     assert address.startswith("ipc://")
     return Path(address.removeprefix("ipc://")).parent
 

@@ -1,12 +1,13 @@
-"""A worker's session with the gateway: says Hello until it is welcome, sends heartbeats, notices a lost gateway.
+"""A worker's session with the coordinator: says Hello until it is welcome, sends heartbeats, notices its loss.
 
-| the gateway is lost when | noticed |
+| the coordinator is lost when | noticed |
 |---|---|
-| the channel breaks (the gateway died, the connection was cut) | at once |
-| a Welcome names another epoch (a new gateway behind the same address) | at once |
-| nothing is heard for `SILENCE_S`; the gateway answers every heartbeat | then |
+| the channel breaks (the coordinator died, the connection was cut) | at once |
+| a Welcome names another epoch (a new coordinator behind the same address) | at once |
+| nothing is heard for `SILENCE_S`; the coordinator answers every heartbeat | then |
 
-A worker that loses the gateway drops everything it holds: the gateway, old or new, takes a Hello to say so.
+A worker that loses the coordinator drops everything it holds: the coordinator, old or new, takes a Hello to say so. One
+of a lower epoch than another before was stopped meanwhile, and is refused.
 
 Heartbeats have a channel and a sender of their own, so that a long step is no silence. A stopped process is silent, and
 steps that never end show in the step count of the heartbeats.
@@ -30,6 +31,8 @@ class Link:
         self._transport, self._hello, self._clock = transport, hello, clock
         self._num_channels = 0
         self._epoch: int | None = None
+        self._highest_epoch = 0
+        """Of any coordinator that has welcomed this worker: those of lower ones decide nothing any more."""
         self._heard_s = clock()
         self._hello_s = float("-inf")
         self._channel = self._connect()
@@ -41,7 +44,7 @@ class Link:
 
     @property
     def silent_s(self) -> float:
-        """Time since the last message of any gateway."""
+        """Time since the last message of any coordinator."""
         return self._clock() - self._heard_s
 
     def send(self, message: AnyMessage) -> None:
@@ -53,7 +56,7 @@ class Link:
         self._heartbeats.latest = heartbeat if self.welcome else None
 
     def poll(self, timeout_s: float) -> list[AnyMessage] | None:
-        """What the gateway sent, waiting up to `timeout_s` for it. None: the gateway is lost."""
+        """What the coordinator sent, waiting up to `timeout_s` for it. None: it is lost."""
         if not self.welcome:
             self._say_hello()
             timeout_s = min(timeout_s, _HELLO_S)
@@ -66,10 +69,13 @@ class Link:
             self._heard_s = self._clock()
             if not isinstance(message, Welcome):
                 received += [message] if self.welcome else []  # what comes before is of an earlier session
+            elif message.epoch < self._highest_epoch:
+                self._lose()
+                return None
             elif self._epoch is None:
-                self._epoch = message.gateway_epoch
+                self._epoch = self._highest_epoch = message.epoch
                 self._heartbeats.every_s = message.heartbeat_s
-            elif message.gateway_epoch != self._epoch:
+            elif message.epoch != self._epoch:
                 self._lose()
                 return None
         if self.welcome and self.silent_s > SILENCE_S:

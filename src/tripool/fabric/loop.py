@@ -42,7 +42,7 @@ class RoleWorker(Protocol):
         """One step, and a bounded share of what else is due."""
 
     def drop(self) -> None:
-        """Forget everything at once: the gateway is lost."""
+        """Forget everything at once: the coordinator is lost."""
 
     def heartbeat(self) -> Heartbeat: ...
 
@@ -57,7 +57,7 @@ class SupervisorEnd(Protocol):
 
 
 class Loop:
-    """With a `supervisor_channel` it ends when both supervisor and gateway are gone."""
+    """With a `supervisor_channel` it ends when both supervisor and coordinator are gone."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Loop:
         now_s = self._clock()
         if messages is None:
             if welcome:
-                _LOG.info("gateway lost", extra={"blocks_dropped": worker.heartbeat().blocks_held})
+                _LOG.info("coordinator lost", extra={"blocks_dropped": worker.heartbeat().blocks_held})
             worker.drop()
             messages = []
         for message in messages:
@@ -107,13 +107,13 @@ class Loop:
         self._consider_leaving()
 
     def _consider_leaving(self) -> None:
-        """When drained; and when neither supervisor nor gateway is there any more."""
+        """When drained; and when neither supervisor nor coordinator is there any more."""
         if self._supervisor_channel is not None:
             for _ in self._supervisor_channel.receive():
                 pass
             alone = self._supervisor_channel.ended and not self._link.welcome and self._link.silent_s > SILENCE_S
             if alone:
-                self._stopped, self._why = True, "neither supervisor nor gateway is there"
+                self._stopped, self._why = True, "neither supervisor nor coordinator is there"
         idle = not (self._worker.busy or self._worker.moving)
         if self._draining and self._worker.heartbeat().blocks_held == 0 and idle:
             self._stopped, self._why = True, "drained"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
@@ -13,6 +14,7 @@ from starlette.responses import Response
 from tripool import __version__
 from tripool.errors import EngineStopped
 from tripool.gateway.auth import caller_of
+from tripool.gateway.coordinator_link import NoCoordinator
 from tripool.gateway.metrics import scrape
 from tripool.gateway.models import Models, OpenRequests
 from tripool.gateway.record import MAX_KEPT, Journal
@@ -119,4 +121,6 @@ def _add_explain(routes: APIRouter, journal: Journal) -> None:
         if record is None:
             hint = f"the last {MAX_KEPT} are remembered, under the answer's id or the X-Request-Id"
             raise RequestUnknown(f"there is no request '{request_id[:100]}'", hint=hint)
+        with suppress(NoCoordinator):  # then what is known here
+            await record.learn()
         return record.explain()

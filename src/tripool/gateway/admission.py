@@ -18,25 +18,21 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from tripool.config import AdmissionConfig
 from tripool.core import Request, ServingStats, Stages, TokenEvent
 from tripool.errors import AboveRateLimit, ContextOverflow, EngineStopped
-from tripool.gateway.answer_limits import answer_tokens, bounded, check_answers, most_tokens
 from tripool.gateway.backend import Backend, Facts
 from tripool.gateway.metrics import Histogram
 from tripool.router.admission import AdmissionController
 from tripool.router.admission_types import Admit, Arrival, Capacity, Decision
-from tripool.router.fair_queue import fairness
+from tripool.router.answer_limits import answer_tokens, bounded, check_answers, most_tokens
+from tripool.router.fair_queue import MAX_LABELS, fairness, waiting_by_tenant
 from tripool.router.rate_limiter import RateLimiter
+from tripool.router.service import CHARGE_TOKENS, ERRORS_S
 from tripool.tenants import ANONYMOUS, Tenant
 from tripool.token_stream import Watcher
 
 _TICK_S = 0.02
-_CHARGE_TOKENS = 32
-"""An answer's tokens are charged to its tenant's rate this many at a time, and the rest at its end."""
-_MAX_LABELS = 20
-"""Tenants with a metrics label of their own; the others are counted together."""
 _MAX_REFUSED = 256
 _MERGED_AHEAD = 64
 """Buffered events of several prompts."""
-_ERRORS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
 class _OpenRequest(Watcher):
@@ -112,7 +108,7 @@ class AdmissionBackend:
         """By request id."""
         self._refused: OrderedDict[str, Facts] = OrderedDict()
         self._timer: asyncio.TimerHandle | None = None
-        self._errors = Histogram(_ERRORS_S)
+        self._errors = Histogram(ERRORS_S)
         self._refusing: str | None = None
 
     # ---- Backend ----------------------------------------------------------------------------------------------------
@@ -238,8 +234,8 @@ class AdmissionBackend:
     def made(self, open_request: _OpenRequest, event: TokenEvent) -> None:
         """A token was generated, read or not. The first one reports the cached tokens."""
         open_request.num_tokens += 1
-        if open_request.num_tokens % _CHARGE_TOKENS == 0:
-            self._admission.answered(open_request.id, _CHARGE_TOKENS, self._clock())
+        if open_request.num_tokens % CHARGE_TOKENS == 0:
+            self._admission.answered(open_request.id, CHARGE_TOKENS, self._clock())
         if not open_request.begun:
             open_request.begun = True
             uncached_tokens = len(open_request.request.prompt_ids) - event.num_cached_tokens
@@ -253,7 +249,7 @@ class AdmissionBackend:
         """Generation has ended: admission releases what the request holds, even if its answer is not read yet."""
         if not open_request.done:
             open_request.done = True
-            now_s, uncharged = self._clock(), open_request.num_tokens % _CHARGE_TOKENS
+            now_s, uncharged = self._clock(), open_request.num_tokens % CHARGE_TOKENS
             open_request.explained = self._admission.explain(open_request.id, now_s)
             self._do(self._admission.finished(open_request.id, uncharged, now_s), open_request.opened.get_loop())
 
@@ -337,13 +333,8 @@ class AdmissionBackend:
     def families(self, labels: dict[str, str]) -> Iterator[Metric]:
         """Prometheus metrics of admission."""
         waiting = GaugeMetricFamily("tripool_admission_waiting", "Waiting requests.", labels=[*labels, "tenant"])
-        ranked = sorted(((a.total_waiting, a.name) for a in self._admission.queue if a.num_waiting), reverse=True)
-        shown = ranked[:_MAX_LABELS]
-        for number, name in shown:
+        for name, number in waiting_by_tenant(self._admission.queue, MAX_LABELS).items():
             waiting.add_metric([*labels.values(), name], number)
-        rest = sum(number for number, _ in ranked[_MAX_LABELS:])
-        if rest or not shown:
-            waiting.add_metric([*labels.values(), "(others)"], rest)
         yield waiting
         index = GaugeMetricFamily("tripool_fairness_index", "Jain's index of the last minute.", labels=list(labels))
         index.add_metric(list(labels.values()), fairness(self._admission.queue, self._clock()))

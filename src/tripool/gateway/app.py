@@ -21,7 +21,6 @@ from tripool.config import GatewayConfig
 from tripool.core import Request
 from tripool.errors import ContextOverflow, InvalidRequest, TripoolError
 from tripool.gateway.admin import InFlight, admin_routes
-from tripool.gateway.answer_limits import check_echoes
 from tripool.gateway.auth import Access, Guard, caller_of
 from tripool.gateway.batches import BatchService, batch_routes
 from tripool.gateway.bodies import Bodies
@@ -32,7 +31,7 @@ from tripool.gateway.dialects import formatter_of
 from tripool.gateway.fair_pool import FairPool
 from tripool.gateway.grpc.routes import grpc_routes
 from tripool.gateway.host_check import HostCheck
-from tripool.gateway.job import Api, Job
+from tripool.gateway.job import Api, Job, check_echoes
 from tripool.gateway.models import Models, Served
 from tripool.gateway.ollama import parse as ollama
 from tripool.gateway.ollama.respond import loaded
@@ -41,6 +40,7 @@ from tripool.gateway.options import ANTHROPIC, CHAT, COMPLETION, ONE_MODEL, Fiel
 from tripool.gateway.parse import Sender, header_id
 from tripool.gateway.record import Journal, Record
 from tripool.gateway.refusals import dialect_of, error_body, error_headers, error_shape
+from tripool.gateway.remote_backend import RemoteBackend
 from tripool.gateway.request_log import RequestLog, log_connection, note_error, note_record, request_id_of
 from tripool.gateway.respond import Formatter
 from tripool.gateway.responses.fields import RESPONSES
@@ -213,6 +213,8 @@ class Answering:
         metrics = served.metrics
         on_gaps = metrics.gaps if not job.requests[0].slo.background else lambda gaps_s: None
         record = Record(job, self._clock, received_s=received_s, created_s=created_s, on_gaps=on_gaps)
+        if isinstance(served.backend, RemoteBackend):
+            record.ask = served.backend.explained
         self._journal.keep(record)
         note_record(http.scope, record, served.name)
         self._models.begun(served, job.id)
@@ -237,7 +239,7 @@ class Answering:
 
     async def _read(self, http: HttpRequest, api: Api) -> tuple[Served, Job]:
         tenant, header_slo = caller_of(http).tenant, read_header_slo(http.headers)
-        self._models.enter(tenant)
+        await self._models.enter(tenant)
         raw = await self._bodies.read(http)
         self._models.read(tenant, len(raw))
         request_id = header_id(http.headers.get("x-request-id"))

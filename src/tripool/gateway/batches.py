@@ -26,6 +26,7 @@ from tripool.gateway.body import body_docs, decode_json
 from tripool.gateway.job import Api
 from tripool.gateway.options import Fields
 from tripool.gateway.refusals import dialect_of, error_shape
+from tripool.gateway.remote_backend import RemoteBackend
 from tripool.gateway.request_log import CALLER
 from tripool.gateway.upload import receive_file
 from tripool.tenants import ANONYMOUS, Caller
@@ -81,7 +82,7 @@ class BatchService:
             await self._runner.stop()
 
     def _slots(self) -> int:
-        admissions = [one.backend for one in self._models if isinstance(one.backend, AdmissionBackend)]
+        admissions = [one.backend for one in self._models if isinstance(one.backend, (AdmissionBackend, RemoteBackend))]
         return int(_AHEAD * max((backend.slots or _SLOTS for backend in admissions), default=_SLOTS))
 
     def _may_start(self) -> bool:

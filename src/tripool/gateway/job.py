@@ -7,10 +7,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from tripool.core import Request, Structure
+from tripool.errors import InvalidRequest
 from tripool.gateway.schema_check import ENFORCED, Unenforced
 
 if TYPE_CHECKING:
     from tripool.gateway.responses.parse import Shown
+
+MAX_ECHOED = 2**26
+"""Prompt characters that one answer may repeat."""
 
 Api = Literal["chat", "completion", "messages", "responses", "ollama_chat", "ollama_generate", "grpc"]
 
@@ -48,3 +52,11 @@ class Job:
     """Whether reasoning is split off: None when not, else whether the prompt ends inside of it."""
     shown: Shown | None = None
     """Of a request to the Responses API."""
+
+
+def check_echoes(job: Job) -> None:
+    """Raises InvalidRequest."""
+    num_chars = sum(map(len, job.echoes)) * job.requests[0].params.n
+    if num_chars > MAX_ECHOED:
+        hint = f"at most {MAX_ECHOED} characters: send fewer prompts or choices, or no 'echo'"
+        raise InvalidRequest(f"'echo' would repeat {num_chars} characters", hint=hint, param="echo")

@@ -57,13 +57,20 @@ class Histogram:
         self._sum += value
 
     def family(self, name: str, help_text: str, labels: dict[str, str]) -> HistogramMetricFamily:
-        family = HistogramMetricFamily(name, help_text, labels=list(labels))
-        buckets, total = [], 0
-        for bound, count in zip([*map(float, self._bounds), float("inf")], self._counts, strict=True):
-            total += count
-            buckets.append(("+Inf" if bound == float("inf") else str(bound), float(total)))
-        family.add_metric(list(labels.values()), buckets, self._sum)
-        return family
+        return histogram_family(name, help_text, labels, self._bounds, self._counts, self._sum)
+
+
+def histogram_family(
+    name: str, help_text: str, labels: dict[str, str], bounds: Sequence[float], counts: Sequence[int], total: float
+) -> HistogramMetricFamily:
+    """`counts`: of each bucket, one more than bounds; `total`: the sum of all values."""
+    family = HistogramMetricFamily(name, help_text, labels=list(labels))
+    buckets, num_values = [], 0
+    for bound, count in zip([*map(float, bounds), float("inf")], counts, strict=True):
+        num_values += count
+        buckets.append(("+Inf" if bound == float("inf") else str(bound), float(num_values)))
+    family.add_metric(list(labels.values()), buckets, total)
+    return family
 
 
 class Metrics(Collector):

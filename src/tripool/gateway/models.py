@@ -18,6 +18,7 @@ from tripool.gateway.backend import Backend
 from tripool.gateway.metrics import Metrics
 from tripool.gateway.parse import Parser
 from tripool.gateway.record import Record
+from tripool.gateway.remote_backend import RemoteBackend
 from tripool.gateway.tokens import TokenService
 from tripool.gateway.versions import NoVersions, VersionedModel
 from tripool.tenants import Tenant
@@ -66,13 +67,13 @@ class Served:
         self.name, self.backend, self.tokenizer = name, backend, tokenizer
         self.parser = Parser(tokenizer, name, lambda: backend.context_tokens)
         self.tokens = TokenService(self.parser, tokenizer, lambda: backend.context_tokens)
-        more = backend.families if isinstance(backend, AdmissionBackend) else None
+        more = backend.families if isinstance(backend, (AdmissionBackend, RemoteBackend)) else None
         self.open = OpenRequests()
         self.metrics = Metrics(name, backend.stats, lambda: self.open.num_open, more)
 
     def check(self, requests: Sequence[Request]) -> None:
         """Raises the errors that can be found before anything is prepared for the requests."""
-        if isinstance(self.backend, AdmissionBackend):
+        if isinstance(self.backend, (AdmissionBackend, RemoteBackend)):
             self.backend.check(requests)
 
 
@@ -188,15 +189,17 @@ class Models:
         if (model := self._versioned.get(_base(served.name))) is not None:
             model.ended(served, record)
 
-    def enter(self, tenant: Tenant) -> None:
+    async def enter(self, tenant: Tenant) -> None:
         """Count a request of its tenant, before anything of it is read. Raises RateLimited."""
         backend = self.default.backend  # a tenant's rates apply to all models together
         if isinstance(backend, AdmissionBackend):
             backend.enter(tenant)
+        elif isinstance(backend, RemoteBackend):
+            await backend.enter(tenant)
 
     def read(self, tenant: Tenant, num_bytes: int) -> None:
         """Charge the tenant for reading a body."""
-        if isinstance(self.default.backend, AdmissionBackend):
+        if isinstance(self.default.backend, (AdmissionBackend, RemoteBackend)):
             self.default.backend.read(tenant, num_bytes)
 
     # ---- all models together ----------------------------------------------------------------------------------------

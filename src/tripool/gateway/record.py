@@ -7,7 +7,7 @@ up to the total exactly.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -50,6 +50,9 @@ class Record:
         self.finish_reasons: Counter[str] = Counter()
         self.placements: dict[int, Facts] = {}
         """Facts of the backend, per prompt."""
+        self.request_ids = tuple(request.id for request in job.requests)
+        self.ask: Callable[[str], Awaitable[Facts]] | None = None
+        """Asks a backend in another process about one of them."""
         self.look: Callable[[], dict[int, Facts]] | None = None
         """Asks the backend about prompts that are still open."""
         self._clock, self._on_gaps = clock, on_gaps
@@ -149,6 +152,13 @@ class Record:
     def used(self, name: str) -> int:
         """A field of `Usage`, of all prompts together."""
         return sum(getattr(usage, name) for usage in self.usages)
+
+    async def learn(self) -> None:
+        """Ask a backend in another process where the request ran. Raises if nobody answers."""
+        for position, request_id in enumerate(self.request_ids if self.ask is not None else ()):
+            facts = await self.ask(request_id) if self.ask is not None else {}
+            if facts:
+                self.placements[position] = facts
 
     def explain(self) -> dict[str, Any]:
         placements = {**(self.look() if self.look is not None else {}), **self.placements}

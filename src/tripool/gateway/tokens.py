@@ -78,7 +78,7 @@ def token_routes(models: Models, bodies: Bodies, pool: FairPool) -> APIRouter:
 
     async def answer(http: HttpRequest, read: Callable[[TokenService, bytes], dict[str, Any]]) -> Response:
         tenant = caller_of(http).tenant
-        models.enter(tenant)
+        await models.enter(tenant)
         raw = await bodies.read(http)
         models.read(tenant, len(raw))
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from tripool.fabric.folder import gateway_address
+from tripool.fabric.folder import coordinator_address
 from tripool.fabric.shared_memory import MappedArenas
 from tripool.hosts import wire
 from tripool.hosts.blocks import LocalBlocks
@@ -220,7 +220,7 @@ class HostServer:
         local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             local.settimeout(_REPLY_S)
-            local.connect(gateway_address(self._folder).removeprefix("ipc://"))
+            local.connect(coordinator_address(self._folder).removeprefix("ipc://"))
         except OSError:
             local.close()
             return
@@ -231,7 +231,7 @@ class HostServer:
 
     def _relay_gateway(self) -> None:
         """Workers of this host find the gateway in their run folder, as on the server's own host."""
-        path = gateway_address(self._folder).removeprefix("ipc://")
+        path = coordinator_address(self._folder).removeprefix("ipc://")
         Path(path).unlink(missing_ok=True)
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind(path)

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
+from math import inf
 
 from tripool.config import AdmissionConfig
 from tripool.errors import Overloaded, TripoolError, TtftUnreachable
@@ -112,6 +113,19 @@ class AdmissionController:
             pending.why = self._why(pending, now_s)
         return decisions
 
+    def resume(self, arrival: Arrival, num_tokens: int, now_s: float) -> list[Decision]:
+        """An earlier coordinator had admitted it, and its client has so many tokens. It is charged already: nothing
+        refuses it, but it waits for its turn."""
+        assert arrival.id not in self._pending and arrival.id not in self._later, "duplicate id"
+        account = self.queue.account(arrival.tenant)
+        cost, reserved = account.cost_of(arrival.prompt_tokens) + num_tokens, max(0, arrival.answer_tokens - num_tokens)
+        pending = PendingRequest(arrival, account, cost, reserved, deque(), now_s, 0.0, None, settled=num_tokens > 0)
+        account.open_tokens += arrival.asked_tokens
+        self._pending[arrival.id] = pending
+        self.queue.push(arrival.id, account, arrival.slo.priority, cost)
+        heappush(self._deadlines, (inf, arrival.id, now_s))
+        return self._settle(now_s)
+
     def _new_pending(self, arrival: Arrival, rest: deque[Arrival], now_s: float) -> PendingRequest:
         account = self.queue.account(arrival.tenant)
         cost = account.cost_of(arrival.prompt_tokens)
@@ -145,7 +159,8 @@ class AdmissionController:
         self._begun(pending)
         account = pending.account
         self.queue.correct(account, uncached_tokens - pending.cost)
-        self.rate_limiter.take(pending.arrival.tenant, 0, uncached_tokens - pending.arrival.prompt_tokens, now_s)
+        if not pending.settled:
+            self.rate_limiter.take(pending.arrival.tenant, 0, uncached_tokens - pending.arrival.prompt_tokens, now_s)
         account.learn_hits(pending.arrival.prompt_tokens, uncached_tokens)
         account.count(now_s, served=uncached_tokens)
         self.predictor.first_token(uncached_tokens, now_s - pending.admitted_s, now_s, unhindered=pending.unhindered)
@@ -323,7 +338,8 @@ class AdmissionController:
         pending.account.open_tokens -= pending.arrival.asked_tokens
         if pending.stage is Stage.WAITING:
             self.queue.remove(request_id)
-            self.rate_limiter.take(pending.arrival.tenant, 0, -pending.arrival.prompt_tokens, now_s)
+            if not pending.settled:
+                self.rate_limiter.take(pending.arrival.tenant, 0, -pending.arrival.prompt_tokens, now_s)
             self._next_prompt(pending, now_s)
             return
         if pending.stage is Stage.PREFILLING:
@@ -359,20 +375,7 @@ class AdmissionController:
         pending = self._pending.get(request_id)
         if request_id in self._later:
             return {"waited for admission": "waits behind earlier prompts of the same request"}
-        if pending is None:
-            return {}
-        until_s = now_s if pending.stage is Stage.WAITING else pending.admitted_s
-        waited = f"{(until_s - pending.arrived_s) * 1e3:.1f} ms"
-        facts: dict[str, str | int | float | bool | None] = {
-            "waited for admission": f"{waited}, because {pending.why}" if pending.why else waited,
-            "predicted first token ms": None if pending.predicted_s is None else round(pending.predicted_s * 1e3, 1),
-            "priority": pending.arrival.slo.priority,
-        }
-        if pending.arrival.tenant.name:
-            facts["tenant"] = pending.arrival.tenant.name
-        if pending.arrival.slo.ttft_ms is not None:
-            facts["ttft SLO ms"] = pending.arrival.slo.ttft_ms
-        return facts
+        return {} if pending is None else pending.explain(now_s)
 
     def check(self, now_s: float) -> None:
         """The invariants, in full."""

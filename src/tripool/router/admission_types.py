@@ -85,8 +85,24 @@ class PendingRequest:
     why: str = ""
     """What it had to wait for at its arrival."""
     admitted_s: float = 0.0
+    settled: bool = False
+    """An earlier coordinator admitted it, and has charged its prompt for good: it is neither charged nor refunded."""
     unhindered: bool = False
     """A prefill worker was free when it was admitted."""
+
+    def explain(self, now_s: float) -> dict[str, str | int | float | bool | None]:
+        until_s = now_s if self.stage is Stage.WAITING else self.admitted_s
+        waited = f"{(until_s - self.arrived_s) * 1e3:.1f} ms"
+        facts: dict[str, str | int | float | bool | None] = {
+            "waited for admission": f"{waited}, because {self.why}" if self.why else waited,
+            "predicted first token ms": None if self.predicted_s is None else round(self.predicted_s * 1e3, 1),
+            "priority": self.arrival.slo.priority,
+        }
+        if self.arrival.tenant.name:
+            facts["tenant"] = self.arrival.tenant.name
+        if self.arrival.slo.ttft_ms is not None:
+            facts["ttft SLO ms"] = self.arrival.slo.ttft_ms
+        return facts
 
 
 def check_account(account: Account, pending_requests: Sequence[PendingRequest]) -> None:

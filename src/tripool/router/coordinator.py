@@ -36,17 +36,19 @@ from tripool.messages import (
     Welcome,
     WorkerId,
 )
+from tripool.router.held import Held
 from tripool.router.ledger import ChoiceState, Entry, Gap, Lease, Stage
 from tripool.router.outputs import Emit, Output, Send, ToSupervisor
 from tripool.router.placing import Placing
+from tripool.router.replica import Trouble
 from tripool.router.view import Member
 
 
 class Coordinator:
-    def __init__(self, config: RouterConfig, *, gateway_epoch: int, traces: bool = True) -> None:
+    def __init__(self, config: RouterConfig, *, epoch: int, traces: bool = True) -> None:
         """`traces`: whether each request keeps a placement trace; it does not affect decisions."""
         self._config = config
-        self._welcome = Welcome(gateway_epoch, config.heartbeat_s)
+        self._welcome = Welcome(epoch, config.heartbeat_s)
         self._placing = Placing(config, traces=traces)
         self.ledger = self._placing.ledger
         self.view = self._placing.view
@@ -60,14 +62,17 @@ class Coordinator:
         self._over: dict[str, int] = {}
         """Epoch up to which a worker's processes are known to have ended."""
 
-    # ---- called by the gateway --------------------------------------------------------------------------------------
+    # ---- for gateways and workers -----------------------------------------------------------------------------------
 
-    def submit(self, request: Request, now_s: float) -> list[Output]:
-        """Takes what admission lets in. Raises InvalidRequest for an id in use."""
+    def submit(self, request: Request, now_s: float, held: Held | None = None) -> list[Output]:
+        """Takes what admission lets in. Raises InvalidRequest for an id in use. `held`: an earlier coordinator had it,
+        and its client has this much of it; the rest is computed as after the loss of a worker."""
         if self.ledger.get(request.id) is not None:
             raise InvalidRequest(f"request id '{request.id}' is in use", param="request_id")
-        entry = self.ledger.open(request, now_s)
-        self._placing.enqueue(entry, entry.choices, now_s)
+        entry = self.ledger.open(request, now_s, held)
+        still_open = [choice for choice in entry.choices if choice.stage is not Stage.DONE]
+        assert still_open, "a finished request is taken up again"
+        self._placing.enqueue(entry, still_open, now_s)
         return self._placing.settle(now_s)
 
     def cancel(self, request_id: str, now_s: float) -> list[Output]:
@@ -97,7 +102,7 @@ class Coordinator:
             case Reaped():
                 self._ended(message.worker_id, now_s, crashed=message.crashed)
             case _:
-                raise AssertionError(f"a gateway is not sent {type(message).__name__}")
+                raise AssertionError(f"a coordinator is not sent {type(message).__name__}")
         return self._placing.settle(now_s)
 
     def advance(self, worker_id: WorkerId, runs: Iterable[tuple[Stamped, Sequence[int]]], now_s: float) -> list[Output]:
@@ -141,6 +146,19 @@ class Coordinator:
                 self._placing.lose(worker_id, now_s)
                 self._placing.out.append(ToSupervisor(Suspect(worker_id)))
         return self._placing.settle(now_s)
+
+    def troubles(self, *, everything: bool = False) -> tuple[Trouble, ...]:
+        """For a standby: of requests that lost a worker since the last call."""
+        troubled, self._placing.troubled = self._placing.troubled, set()
+        entries = [entry for name in troubled if (entry := self.ledger.get(name)) is not None]
+        found = [entry for entry in self.ledger if entry.num_losses or entry.num_crashes] if everything else entries
+        return tuple(Trouble(entry.request.id, entry.num_losses, entry.num_crashes) for entry in found)
+
+    def restore(self, trouble: Trouble) -> None:
+        """Of a request that was just submitted again: an earlier coordinator lost workers with it."""
+        entry = self.ledger.get(trouble.request_id)
+        if entry is not None:
+            entry.num_losses, entry.num_crashes = trouble.num_losses, trouble.num_crashes
 
     def check(self, now_s: float | None = None) -> None:
         """The invariants, in full. With the time: nothing is past its deadline (after a tick)."""

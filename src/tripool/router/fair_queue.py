@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
+from tripool.router.replica import Given
 from tripool.tenants import Tenant
 
 
@@ -50,6 +51,17 @@ def fairness(accounts: Iterable[Account], now_s: float) -> float:
     served = [account.served_tokens for account in known]
     entitled = max_min([a.asked_tokens for a in known], [a.weight for a in known], sum(served))
     return jain([got / due for got, due in zip(served, entitled, strict=True) if due > 0])
+
+
+MAX_LABELS = 20
+"""Tenants with a metrics label of their own; the others are counted together."""
+
+
+def waiting_by_tenant(accounts: Iterable[Account], most: int) -> dict[str, int]:
+    """Waiting requests of the tenants that have most of them; the others' together as "(others)"."""
+    ranked = sorted(((a.total_waiting, a.name) for a in accounts if a.num_waiting), reverse=True)
+    shown, rest = {name: number for number, name in ranked[:most]}, sum(number for number, _ in ranked[most:])
+    return shown | {"(others)": rest} if rest or not shown else shown
 
 
 _MEMORY_S = 60.0
@@ -146,6 +158,8 @@ class FairQueue:
         self.present_weight = 0.0
         """Of tenants with waiting or admitted requests."""
         self._num_active = 0
+        self._changed: set[str] = set()
+        """Tenants that were given something since the last `changes`."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -213,6 +227,7 @@ class FairQueue:
             self._take_out(found, admitted=True)
             account.given += cost / account.weight
             self._highest = max(self._highest, account.given)
+            self._changed.add(account.name)
             if account.num_waiting:
                 self._sort_in(account)
         for entry in passed_over:
@@ -234,8 +249,21 @@ class FairQueue:
         """Correct the charge: `tokens` more than charged were computed, or fewer if negative."""
         account.given += tokens / account.weight
         self._highest = max(self._highest, account.given)
+        self._changed.add(account.name)
         if account.num_waiting:
             self._sort_in(account)
+
+    def changes(self, model: str, *, everything: bool = False) -> tuple[Given, ...]:
+        """For a standby: what tenants were given, of those that were given something since the last call."""
+        changed, self._changed = self._accounts if everything else self._changed, set()
+        accounts = [self._accounts[name] for name in changed if name in self._accounts]
+        return tuple(Given(model, account.name, account.weight, account.given, self._level) for account in accounts)
+
+    def restore(self, given: Iterable[Given]) -> None:
+        """Before the first request."""
+        for one in given:
+            account = self._accounts[one.tenant] = Account(one.tenant, one.weight, one.given)
+            self._level, self._highest = max(self._level, one.level), max(self._highest, account.given)
 
     def rest(self) -> None:
         """The backend is idle: all tenants start level, with full credit and without debt.

@@ -25,6 +25,7 @@ from heapq import heappop, heappush
 
 from tripool.core import Request, TokenEvent
 from tripool.messages import Answered, KvDescriptor, WorkerId
+from tripool.router.held import Held
 from tripool.router.placement_trace import PlacementTrace
 
 
@@ -138,7 +139,7 @@ class Gap:
 class Ledger:
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}
-        self._next_order = 0
+        self._next_order = self._num_placements = 0
         self.num_dropped = 0
         """Events of placements that are no longer current."""
         self._at: dict[WorkerId, dict[tuple[str, int], Placement]] = {}
@@ -159,8 +160,8 @@ class Ledger:
 
     # ---- a choice's stages ------------------------------------------------------------------------------------------
 
-    def open(self, request: Request, now_s: float) -> Entry:
-        """Adds a queued request; the caller sets its deadline."""
+    def open(self, request: Request, now_s: float, held: Held | None = None) -> Entry:
+        """Adds a queued request; the caller sets its deadline. `held`: what its client has already."""
         assert request.id not in self._entries
         choices = [ChoiceState(index, Stage.QUEUED, now_s, now_s) for index in range(request.params.n)]
         trace, count = PlacementTrace(now_s), len(choices)
@@ -168,6 +169,16 @@ class Ledger:
         entry = Entry(request, order, choices, trace, moved_s=now_s, num_open=count)
         self._next_order += 1
         self._entries[request.id] = entry
+        if held is not None:
+            # It may have been here before, until its gateway's connection broke: attempts of then must not be ours.
+            entry.num_attempts = self._num_placements
+            entry.num_cached_tokens = held.num_cached_tokens
+            for choice, had in zip(choices, held.choices, strict=True):
+                choice.tokens.extend(had.tokens)
+                choice.drafted_before = choice.num_drafted = had.num_draft_tokens
+                choice.accepted_before = choice.num_accepted = had.num_accepted_draft_tokens
+                if had.done:
+                    self.move(entry, choice, Stage.DONE, now_s, 0.0)
         return entry
 
     def place(
@@ -182,6 +193,7 @@ class Ledger:
     ) -> Placement:
         """A StartPrefill (prefilling) of several choices, or a StartDecode (transferring) of one."""
         entry.num_attempts += 1
+        self._num_placements += 1
         attempt = entry.num_attempts
         lease = choices[0].lease
         placement = Placement(

@@ -48,6 +48,8 @@ class Placing:
         self.suspects = Suspects()
         self.places = DecodeSlots()
         self.out: list[Output] = []
+        self.troubled: set[str] = set()
+        """Requests that lost a worker since somebody emptied it."""
         self._to_prefill: list[tuple[int, str]] = []
         """(order, request). Both heaps may hold stale entries."""
         self._to_decode: list[tuple[int, str, int]] = []
@@ -310,6 +312,8 @@ class Placing:
         KV of `void` is not. `rest`: after a backoff that grows each time. `why`: for the placement trace.
         """
         entry.num_losses += lost
+        if lost:
+            self.troubled.add(entry.request.id)
         entry.trace.num_lost = entry.num_losses
         if entry.num_losses >= self._config.max_losses:
             hint = "it may be what they fail on; see their logs"

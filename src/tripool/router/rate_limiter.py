@@ -8,10 +8,12 @@ paid: over any period a tenant gets its rate and at most one minute more.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import inf
 from typing import Literal
 
 from tripool.errors import AboveRateLimit, RateLimited, TripoolError
+from tripool.router.replica import Level
 from tripool.tenants import Limits, Tenant
 
 Limit = Literal["requests", "tokens"]
@@ -59,6 +61,7 @@ class RateLimiter:
 
     def __init__(self) -> None:
         self._buckets: dict[tuple[str, Limit], Bucket] = {}
+        self._changed: set[tuple[str, Limit]] = set()
 
     def wait_s(self, tenant: Tenant, tokens: float, now_s: float, *, requests: float = 1) -> tuple[float, Limit]:
         """How long so many more tokens and requests have to wait, and for which limit."""
@@ -103,10 +106,27 @@ class RateLimiter:
             bucket = self._bucket(tenant.name, limit, tenant.limits, now_s)
             if bucket is not None:
                 bucket.take(amount, now_s)
+                self._changed.add((tenant.name, limit))
 
     def level(self, name: str, limit: Limit, now_s: float) -> float | None:
         bucket = self._buckets.get((name, limit))
         return None if bucket is None else bucket.level(now_s)
+
+    def changes(self, now_s: float, *, everything: bool = False) -> tuple[Level, ...]:
+        """For a standby: the levels of buckets that were charged since the last call."""
+        changed, self._changed = self._buckets if everything else self._changed, set()
+        return tuple(
+            Level(*key, bucket.per_minute, bucket.level(now_s), now_s)
+            for key in changed
+            if (bucket := self._buckets.get(key)) is not None
+        )
+
+    def restore(self, levels: Iterable[Level]) -> None:
+        for one in levels:
+            bucket = Bucket(one.per_minute, one.at_s)
+            bucket.take(bucket.capacity - one.level, one.at_s)
+            limit: Limit = "requests" if one.limit == "requests" else "tokens"
+            self._buckets[one.tenant, limit] = bucket
 
     def check(self, now_s: float) -> None:
         for (name, limit), bucket in self._buckets.items():

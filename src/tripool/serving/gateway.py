@@ -1,4 +1,4 @@
-"""Assembles the gateway process of a split server: HTTP, access and admission control, and the pools of workers.
+"""Assembles a gateway process of a split server: HTTP, access control, and the link to the coordinator.
 
 | the supervisor | the gateway |
 |---|---|
@@ -11,25 +11,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from functools import partial
 from pathlib import Path
 
-from tripool.config import GatewayConfig, RouterConfig
+from tripool.config import GatewayConfig
 from tripool.control.run_manifest import read_manifest
-from tripool.fabric.folder import gateway_address
+from tripool.fabric.folder import gateways_address
 from tripool.fabric.supervisor_channel import SupervisorChannel
-from tripool.gateway.admission import AdmissionBackend
 from tripool.gateway.app import create_models_app
 from tripool.gateway.auth import Access
 from tripool.gateway.cache_quotas import CacheQuotas, cache_routes
+from tripool.gateway.coordinator_link import CoordinatorLink, NoCoordinator
 from tripool.gateway.instances import Instances
 from tripool.gateway.models import Models, Served
-from tripool.gateway.pools import Pools, pools_routes
+from tripool.gateway.pools import pools_routes
+from tripool.gateway.remote_backend import RemoteBackend
 from tripool.gateway.server import Server
 from tripool.hosts.cache import all_members
 from tripool.hosts.directory import DirectoryFile
-from tripool.messages import Drain, Ready, Reaped, WorkerId
-from tripool.router.rate_limiter import RateLimiter
+from tripool.messages import Drain, Ready, WorkerId
 from tripool.text import Tokenizer
 
 _LOG = logging.getLogger("tripool.gateway")
@@ -50,40 +49,27 @@ class GatewayProcess:
         supervisor_channel: SupervisorChannel,
         access: Access,
         config: GatewayConfig | None = None,
-        router: RouterConfig | None = None,
         *,
         grpc_address: str | None = None,
     ) -> None:
         manifest = read_manifest(folder)
         self._worker_id, self._supervisor_channel, self._access = worker_id, supervisor_channel, access
-        self._pools = Pools(
-            [model.name for model in manifest.models],
-            router or RouterConfig(),
-            addresses=[gateway_address(folder)],
-            epoch=worker_id.epoch,
-            suspect=supervisor_channel.send,
-        )
+        self._link = CoordinatorLink(gateways_address(folder), worker_id)
         # Two clients, because each is for one thread at a time.
+        quotas = WorkerId(f"{worker_id.name}-quotas", worker_id.epoch)
         self._cache = all_members(folder, manifest.cache, worker_id)
-        self._quotas = CacheQuotas(all_members(folder, manifest.cache, WorkerId("quotas", worker_id.epoch)), access)
+        self._quotas = CacheQuotas(all_members(folder, manifest.cache, quotas), access)
         instances = Instances(folder)
-        rate_limiter = RateLimiter()  # a tenant's limits hold over all models
-        self._admissions = {
-            name: AdmissionBackend(
-                backend,
-                rate_limiter=rate_limiter,
-                room=backend.room,
-                tenant_of=access.tenant_named,
-                more=partial(instances.families, backend.instances),
-            )
-            for name, backend in self._pools.backends.items()
+        self._backends = {
+            one.name: RemoteBackend(one.name, self._link, access.tenant_named, more=instances.families)
+            for one in manifest.models
         }
-        served = [Served(one.name, self._admissions[one.name], Tokenizer(one.text)) for one in manifest.models]
+        served = [Served(one.name, self._backends[one.name], Tokenizer(one.text)) for one in manifest.models]
         app = create_models_app(Models(served), config or GatewayConfig(), access=access)
         hosts = DirectoryFile(folder).describe
-        app.include_router(pools_routes(self._pools, self._cache, instances, hosts, manifest.places))
+        app.include_router(pools_routes(self._link, self._cache, instances, hosts, manifest.places))
         app.include_router(cache_routes(self._quotas))
-        self._server = Server(app, on_ready=self._on_ready, end_answers=self._pools.close, grpc_address=grpc_address)
+        self._server = Server(app, on_ready=self._on_ready, end_answers=self._end_answers, grpc_address=grpc_address)
 
     def run(self, listener: socket.socket) -> None:
         try:
@@ -96,7 +82,7 @@ class GatewayProcess:
 
     def _on_ready(self) -> None:
         loop = asyncio.get_running_loop()
-        self._pools.start()
+        self._link.start()
         loop.add_reader(self._supervisor_channel.fileno(), self._listen, loop)
         self._say_ready(loop)
         self._keeping = loop.create_task(self._quotas.keep())
@@ -109,28 +95,25 @@ class GatewayProcess:
 
     def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
         for message in self._supervisor_channel.receive():
-            if isinstance(message, Reaped):
-                self._pools.reaped(message)
-            elif isinstance(message, Drain):
+            if isinstance(message, Drain):
                 self._refuse("the server is shutting down")
                 self._server.should_exit = True
         if self._supervisor_channel.ended:
             loop.remove_reader(self._supervisor_channel.fileno())
-            _LOG.warning("supervisor lost", extra={"open": self._num_open})
+            _LOG.warning("supervisor lost", extra={"open": self._link.num_open})
             self._refuse("the server has lost its supervisor and is shutting down")
             self._leave(loop, loop.time() + _ORPHAN_S)
 
-    @property
-    def _num_open(self) -> int:
-        return sum(admission.num_open for admission in self._admissions.values())
+    def _end_answers(self) -> None:
+        self._link.close(NoCoordinator("the gateway is shut down"))
 
     def _refuse(self, why: str) -> None:
-        for admission in self._admissions.values():
-            admission.refuse(why)
+        for backend in self._backends.values():
+            backend.refuse(why)
 
     def _leave(self, loop: asyncio.AbstractEventLoop, deadline_s: float) -> None:
         """End once no answer is open."""
-        if self._num_open == 0 or loop.time() >= deadline_s:
+        if self._link.num_open == 0 or loop.time() >= deadline_s:
             self._server.should_exit = True
         else:
             loop.call_later(_LOOK_S, self._leave, loop, deadline_s)

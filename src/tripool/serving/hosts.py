@@ -23,7 +23,7 @@ from tripool.control.run_manifest import RunManifest, ServedModel
 from tripool.control.supervisor import HOST_SERVER, STANDBY, Supervisor
 from tripool.control.topology import Site, Topology
 from tripool.experts.layout import Layout
-from tripool.fabric.folder import RunFolder, gateway_address
+from tripool.fabric.folder import RunFolder, coordinator_address
 from tripool.hosts.connection import answer, parse_address
 from tripool.hosts.directory import OwnHost
 from tripool.hosts.errors import HostError, JoinRefused
@@ -239,7 +239,7 @@ def build_host(config: HostConfig, report: Report, *, child_options: Sequence[st
         places = allocate([Want(worker, joined.role, len(ranks), threads)], topology).places
         cache_folder = str(weights.folder(folder.path))
         RunManifest((served,), cache_folder, weights.quota_bytes, places).write(folder.path)
-        argv = ["worker", found.model_path, "--role", joined.role, "--join", gateway_address(folder.path)]
+        argv = ["worker", found.model_path, "--role", joined.role, "--join", coordinator_address(folder.path)]
         argv += [*joined.options, "--threads", str(threads), *options]
         argv += ["--reserve", config.reserve] if config.reserve else []
         specs = [_spec(folder, listener, options)]

@@ -1,4 +1,4 @@
-"""Assembles a server of several processes: a gateway, prefill and decode workers and cache members under a supervisor.
+"""Assembles a server of several processes: gateway, coordinator, workers and cache members under a supervisor.
 
 with build_split(["tiny"], pools=SplitConfig(decode=PoolSize(2))) as server:
     server.run()
@@ -18,10 +18,10 @@ from tripool.control.allocation import Want, allocate, cpus_of
 from tripool.control.instance import Instance
 from tripool.control.launch import Spec
 from tripool.control.run_manifest import RunManifest, ServedModel
-from tripool.control.supervisor import GATEWAY, STANDBY, Supervisor
+from tripool.control.supervisor import COORDINATOR, GATEWAY, STANDBY, Supervisor
 from tripool.control.topology import Site, Topology
 from tripool.errors import InvalidRequest
-from tripool.fabric.folder import RunFolder, gateway_address
+from tripool.fabric.folder import RunFolder, coordinator_address
 from tripool.gateway.grpc.port import reserved
 from tripool.gateway.models import check_names
 from tripool.gateway.server import listen
@@ -58,6 +58,9 @@ class SplitConfig:
 
     def want(self, name: str, role: str, size: PoolSize, cores: int = 1) -> Want:
         return Want(name, role, size.all_ranks, cores, self.hosts)
+
+    standby: bool = True
+    """Whether a second coordinator follows the first one."""
 
     @property
     def num_workers(self) -> int:
@@ -138,7 +141,10 @@ def build_split(
         if is_open:
             mark_open(folder.path)
         options = tuple(child_options)
-        specs = [_gateway_spec(listener, access.path, folder, (*_gateway_options(gateway, grpc_address), *options))]
+        coordinator = ("coordinator", "--folder", str(folder.path), *options)
+        names = (COORDINATOR, f"{COORDINATOR}-1")[: 1 + pools.standby]
+        specs = [Spec(name, (*coordinator, "--name", name), (folder.lock,)) for name in names]
+        specs += [_gateway_spec(listener, access.path, folder, (*_gateway_options(gateway, grpc_address), *options))]
         argv = (*engine_argv(engine), "--threads", str(threads), *options)
         cpus = {(place.want, place.rank): cpus_of(place, topology) for place in placement.places}
         specs += [spec for plan in plans for spec in _worker_specs(plan, engine, pools, folder, argv, cpus)]
@@ -260,7 +266,7 @@ def _worker_specs(
     cpus: Mapping[tuple[str, int], tuple[int, ...]],
 ) -> Iterator[Spec]:
     """`cpus`: of each rank that is bound to some, by instance and number."""
-    join = ("--join", gateway_address(folder.path))
+    join = ("--join", coordinator_address(folder.path))
     for instance, role, size in _instances(plan, pools):
         argv = ("worker", plan.path, "--role", role, *join, *options)
         if size.all_ranks == 1:

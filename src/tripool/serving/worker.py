@@ -1,4 +1,4 @@
-"""Assembles a worker process: an engine in its role, the link to the gateway, the KV transfer and the cache client."""
+"""Assembles a worker process: an engine in its role, its link to the coordinator, KV transfer and cache client."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _ARENA_BYTES = 256 * 2**20
 
 
 class WorkerProcess:
-    """`run` blocks until `stop`, a Drain, or the loss of gateway and supervisor."""
+    """`run` blocks until `stop`, a Drain, or the loss of coordinator and supervisor."""
 
     def __init__(
         self,

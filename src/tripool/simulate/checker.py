@@ -56,6 +56,8 @@ class Checker(Observer):
     """Requests of each tenant that passed its rate limit at this gateway."""
     opened_s: float = 0.0
     """When clients could connect first, or were cut off last."""
+    died_s: float = 0.0
+    """When the last coordinator died."""
     _placed: dict[tuple[str, int], tuple[WorkerId, int]] = field(default_factory=dict)
     """The worker last asked for each (request, choice), and as which attempt."""
     _transfers: dict[tuple[str, int], TransferReady] = field(default_factory=dict)
@@ -204,7 +206,7 @@ class Checker(Observer):
         self.timeline.note(f"{request_id} is cancelled")
         client = self._open.get(request_id)
         if client is not None:
-            if request_id in self._line(client.request):
+            if request_id in self._line(client.request):  # in none while there is no coordinator
                 self.seen["cancelled before admission"] += 1
                 self._decided(client)
             self._cancelled.add(request_id)
@@ -223,6 +225,23 @@ class Checker(Observer):
             self._end(request_id, "gateway died")
         self.seen["waited for admission"] += sum(map(len, self._lines.values()))
         self._lines, self._num_taken, self.opened_s = {}, Counter(), self.timeline.now_s
+        self.died_s = self.timeline.now_s
+
+    def coordinator_died(self) -> None:
+        """No client notices: what was placed and what waited is so no more, until it is taken up again."""
+        self.timeline.note("the coordinator dies")
+        self.died_s = self.timeline.now_s
+        self.seen["waited for admission"] += sum(map(len, self._lines.values()))
+        self._placed, self._lines = {}, {}
+
+    def taken_over(self, requests: list[Request], untold: Counter[str]) -> None:
+        """All that is open waits for its turn again, in this order."""
+        assert [request.id for request in requests] == list(self._open), "a request is not taken up again"
+        self.seen["requests taken over"] += len(requests)
+        self.seen["requests taken over with tokens"] += sum(any(one.num_seen) for one in self._open.values())
+        self._num_taken -= untold
+        for request in requests:
+            self._line(request).append(request.id)
 
     def _end(self, request_id: str, outcome: str) -> None:
         for choice in range(self._open.pop(request_id).request.params.n):

@@ -70,6 +70,8 @@ class Faults:
                 self._rng.pick(fleet.members).rot(self._rng.between(0, 2))
             case "gateway restart" if world.router is not None:
                 self._kill_gateway(length_s)
+            case "coordinator restart" if world.router is not None:
+                self._replace_coordinator(length_s)
             case "drain" if world.router is not None and fleet.has_other(place):
                 world.do(world.router.drain(place.worker_id, world.timeline.now_s))
             case "partition" | "one way" | "slow path" | "host kill":
@@ -151,8 +153,18 @@ class Faults:
             self._later(length_s, self._fleet.restart_member, member)
 
     def _kill_gateway(self, length_s: float) -> None:
-        network, names = self._fleet.network, list(self._fleet.places)
+        """With the coordinator."""
         self._world.kill_gateway()
+        self._end_sessions(length_s, self._world.start_gateway)
+
+    def _replace_coordinator(self, length_s: float) -> None:
+        """A standby takes its place: as soon as it is dead, or once it has been silent for long and was killed."""
+        self._world.kill_coordinator()
+        self._end_sessions(length_s / 10, self._world.take_over)
+
+    def _end_sessions(self, length_s: float, start: Callable[[], None]) -> None:
+        """All connections of the coordinator break, whether workers notice or not, until the next one starts."""
+        network, names = self._fleet.network, list(self._fleet.places)
         network.forget_sessions()
         for name in names:
             network.break_link(name, keeps=self._rng.chance(0.5))
@@ -160,7 +172,7 @@ class Faults:
                 network.disconnect(name)
 
         def restart() -> None:
-            self._world.start_gateway()
+            start()
             for name in names:
                 network.mend_link(name)
 

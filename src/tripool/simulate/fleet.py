@@ -106,7 +106,7 @@ class ServingFleet:
     # ---- the gateway and the network --------------------------------------------------------------------------------
 
     def new_router(self, gateway_epoch: int) -> Coordinator:
-        return Coordinator(self._scenario.router, gateway_epoch=gateway_epoch)
+        return Coordinator(self._scenario.router, epoch=gateway_epoch)
 
     def capacity(self, router: Coordinator) -> Capacity:
         view, slots = router.view, 0
@@ -161,7 +161,7 @@ class ServingFleet:
         leased = self._checker.leased(message.request_id, message.attempt)
         sender = f"{leased.worker_id}.kv" if leased is not None else ""
         if sender in self.memory.slots or sender in self._left_senders:
-            excuses = self.faults.keys() & {"spoil", "cut", "loss", "gateway restart"}
+            excuses = self.faults.keys() & {"spoil", "cut", "loss", "gateway restart", "coordinator restart"}
             if leased is not None and self.hosts.of(leased.worker_id.name) != self.hosts.of(message.worker_id.name):
                 excuses |= self.faults.keys() & get_args(HostFaultKind)
             known = message.worker_id in coordinator.view

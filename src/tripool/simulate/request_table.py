@@ -8,10 +8,11 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from tripool.core import Request
+from tripool.core import Request, TokenEvent
 from tripool.errors import TripoolError
+from tripool.router.held import Held, HeldChoice
 from tripool.tenants import ANONYMOUS, Tenant
 
 DONE, REFUSED, FAILED = range(3)
@@ -42,6 +43,22 @@ class Open:
     cached_tokens: int = 0
     fetched_tokens: int = 0
     """Of those: from the pool, not from the prefill instance's own memory."""
+    events: dict[int, list[TokenEvent]] = field(default_factory=dict)
+    """By choice, where a gateway is to take the request to another coordinator."""
+
+    @property
+    def held(self) -> Held:
+        """What its client has."""
+
+        def had(events: list[TokenEvent]) -> HeldChoice:
+            if not events:
+                return HeldChoice(())
+            last, tokens = events[-1], tuple(event.token_id for event in events)
+            drafts = (last.num_draft_tokens, last.num_accepted_draft_tokens)
+            return HeldChoice(tokens, last.finish_reason is not None, *drafts)
+
+        choices = [had(self.events.get(index, [])) for index in range(self.arrival.request.params.n)]
+        return Held(tuple(choices), None if self.first_s is None else self.cached_tokens)
 
 
 class RequestTable:

@@ -66,6 +66,7 @@ class FaultRun:
         self.world = World(
             self.timeline, self.fleet, scenario.arrivals, admission=scenario.admission,
             faults=Faults(self.fleet, rng, scenario.faults), retry_s=retry_s, observer=self.checker,
+            takeovers=True,
         )  # fmt: skip
 
     def run(self) -> Report:
@@ -109,6 +110,6 @@ class FaultRun:
         if coordinator is not None:
             coordinator.check(now_s - 2 * TICK_S)
             self.checker.check_admission(self.world.admission)
-        elif now_s - self.checker.opened_s > _FREED_S:
+        elif now_s - self.checker.died_s > _FREED_S:
             busy = [str(run.worker_id) for run in self.fleet.runs() if not run.process.stopped and run.blocks_held]
             assert not busy, f"{busy} hold blocks {_FREED_S:g} s after the gateway's death"

@@ -20,11 +20,12 @@ _VOCAB = 24
 
 FaultKind = Literal[
     "kill", "stop", "slow", "cut", "loss", "spoil", "cache restart", "gateway restart", "burst", "drain", "purge",
-    "disk full", "disk rot",
+    "disk full", "disk rot", "coordinator restart",
 ]  # fmt: skip
 """cut: a connection breaks and both ends notice. loss: messages vanish unnoticed. spoil: KV changes after
 they were packed. burst: more at once than memory holds. purge: a tenant's blocks are to be forgotten. disk full, disk
-rot: a cache member's disk takes nothing more, or has changed what was on it."""
+rot: a cache member's disk takes nothing more, or has changed what was on it. gateway restart: coordinator and gateway
+at once, with all clients' connections. coordinator restart: a standby takes its place, and clients stay."""
 
 HostFaultKind = Literal["partition", "one way", "slow path", "host kill"]
 """partition: two hosts cannot reach each other; one way: only one cannot reach the other. slow path: everything between
@@ -117,6 +118,7 @@ def draw(seed: int, *, faults: bool = True, hosts: int = 1) -> Scenario:
     drawn += disk_faults if faults else []
     host_of, host_faults = _hosts(Rng(seed + 2**35), span_s, hosts, [*workers, *member_names(num_members)])
     drawn += host_faults if faults else []
+    drawn += _takeovers(Rng(seed + 2**36), span_s) if faults else []
     return Scenario(
         seed, router, admission, minds_slots, tenants, workers, num_members, member_slots, arrivals, drawn, may_refuse,
         disk, hosts, host_of,
@@ -136,6 +138,13 @@ def _hosts(rng: Rng, span_s: float, hosts: int, names: list[str]) -> tuple[dict[
         kind = rng.pick(get_args(HostFaultKind))
         faults.append(Fault(rng.uniform(0.1, span_s), kind, rng.pick([rng.uniform(0.02, 0.6), rng.uniform(0.6, 2.5)])))
     return {name: rng.between(0, hosts - 1) for name in names}, faults
+
+
+def _takeovers(rng: Rng, span_s: float) -> list[Fault]:
+    """From an rng of its own too."""
+    number = rng.between(1, 3) if rng.chance(0.4) else 0
+    lengths = [rng.pick([rng.uniform(0.01, 0.2), rng.uniform(0.2, 1.8)]) for _ in range(number)]
+    return [Fault(rng.uniform(0.1, span_s), "coordinator restart", length_s) for length_s in lengths]
 
 
 def _disk(rng: Rng, span_s: float) -> tuple[DiskSpec | None, list[Fault]]:

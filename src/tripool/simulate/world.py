@@ -13,6 +13,7 @@ Faults are events of the same timeline; an observer sees what clients see.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
@@ -25,6 +26,8 @@ from tripool.router import Emit, Fail, Output, Send, ToSupervisor
 from tripool.router.admission import AdmissionController
 from tripool.router.admission_types import Admit, Capacity, Decision, Refuse
 from tripool.router.admission_types import Arrival as Prompt
+from tripool.router.held import Held
+from tripool.router.replica import Record, Replica
 from tripool.simulate.request_table import DONE, FAILED, REFUSED, Arrival, Open, RequestTable
 from tripool.simulate.timeline import GATEWAY, TICK, Timeline, to_fs
 
@@ -36,7 +39,7 @@ _NO_GATEWAY_S = 0.3
 class Router(Protocol):
     """Takes what admission lets in; its outputs are for `World.do`. A `Coordinator` is one."""
 
-    def submit(self, request: Request, now_s: float) -> list[Output]: ...
+    def submit(self, request: Request, now_s: float, held: Held | None = None) -> list[Output]: ...
 
     def cancel(self, request_id: str, now_s: float) -> list[Output]: ...
 
@@ -91,6 +94,11 @@ class Observer:
 
     def gateway_died(self) -> None: ...
 
+    def coordinator_died(self) -> None: ...
+
+    def taken_over(self, requests: list[Request], untold: Counter[str]) -> None:
+        """Another coordinator takes up these. `untold`: requests per tenant that the log did not tell of."""
+
 
 class World(Generic[RouterT]):
     """`retry_s`: after which time a client asks again that was refused (why), or cut off; None: never.
@@ -108,7 +116,9 @@ class World(Generic[RouterT]):
         to_client_s: float = 0.0,
         retry_s: Callable[[TripoolError | None], float | None] = lambda error: None,
         observer: Observer | None = None,
+        takeovers: bool = False,
     ) -> None:
+        """`takeovers`: gateways keep what their clients have, for another coordinator."""
         self.timeline, self.observer = timeline, observer or Observer()
         self.open: dict[str, Open] = {}
         self.table = RequestTable()
@@ -117,6 +127,11 @@ class World(Generic[RouterT]):
         self._fleet, self._arrivals, self._retry_s = fleet, iter(arrivals), retry_s
         self._admission_config, self._tick_fs, self._to_client_s = admission, to_fs(tick_s), to_client_s
         self._gateway_epoch = 0
+        self._takeovers, self._replica = takeovers, Replica()
+        """Of the standby: what the log has said."""
+        self._untold: Counter[str] = Counter()
+        """Requests per tenant since it said something."""
+        self._taking_over = False
         self.start_gateway()
         fleet.start(self)
         self._next_arrival()
@@ -152,6 +167,7 @@ class World(Generic[RouterT]):
         self.observer.arrived(request)
         error = self.admission.enter(tenant, now_s)
         if error is None:
+            self._untold[tenant.name] += self._takeovers
             num_tokens = len(request.prompt_ids)
             prompt = Prompt(id=request.id, prompt_tokens=num_tokens, tenant=tenant, choices=choices, slo=request.slo)
             self._decide(self.admission.arrive(prompt, now_s))
@@ -169,7 +185,10 @@ class World(Generic[RouterT]):
             self.timeline.expect(self.timeline.now_s + wait_s, self._arrive, again)
 
     def _cancel(self, request_id: str) -> None:
-        if self.router is not None:
+        if self._taking_over:  # its gateway is there, and tells the next coordinator nothing of it
+            self.open.pop(request_id, None)
+            self.observer.cancelled(request_id)
+        elif self.router is not None:
             now_s, opened = self.timeline.now_s, self.open.pop(request_id, None)
             self.observer.cancelled(request_id)
             self._decide(self.admission.cancelled(request_id, now_s))
@@ -194,6 +213,27 @@ class World(Generic[RouterT]):
         self.admission = AdmissionController(self._admission_config, room=self._fleet.capacity(self.router))
         self.timeline.at(self.timeline.now_fs + self._tick_fs, TICK, GATEWAY, self._tick, self._gateway_epoch)
 
+    def kill_coordinator(self) -> None:
+        """Gateways keep their clients. What the log had not said yet is lost."""
+        self.router, self._taking_over = None, True
+        self.observer.coordinator_died()
+
+    def take_over(self) -> None:
+        """By the standby: each gateway tells it of its open requests."""
+        now_s, opened = self.timeline.now_s, list(self.open.values())
+        self._taking_over = False
+        self.start_gateway()
+        self.admission.rate_limiter.restore(self._replica.state.levels)
+        self.observer.taken_over([one.arrival.request for one in opened], self._untold)
+        self._untold.clear()
+        for one in opened:
+            request, one.admitted = one.arrival.request, False
+            tokens, choices = len(request.prompt_ids), request.params.n
+            prompt = Prompt(
+                id=request.id, prompt_tokens=tokens, tenant=one.arrival.tenant, choices=choices, slo=request.slo
+            )
+            self._decide(self.admission.resume(prompt, one.held.num_tokens, now_s))
+
     def kill_gateway(self) -> None:
         """With the connections of all its clients."""
         self.router = None
@@ -207,6 +247,9 @@ class World(Generic[RouterT]):
             return
         now_s = self.timeline.now_s
         self.do(self.router.tick(now_s))
+        if self._takeovers:
+            self._replica.apply(Record(levels=self.admission.rate_limiter.changes(now_s)))
+            self._untold.clear()
         self._decide(self.admission.tick(now_s, self._fleet.capacity(self.router)))
         self.timeline.at(self.timeline.now_fs + self._tick_fs, TICK, GATEWAY, self._tick, epoch)
 
@@ -218,7 +261,8 @@ class World(Generic[RouterT]):
                 assert self.router is not None
                 opened.admitted = True
                 self.observer.admitted(decision.id)
-                self.do(self.router.submit(opened.arrival.request, self.timeline.now_s))
+                held = opened.held if opened.events else None
+                self.do(self.router.submit(opened.arrival.request, self.timeline.now_s, held))
             else:
                 assert decision.id not in self.admission, f"{decision.id}: refused, and still pending"
                 self.observer.refused(decision.id, decision.error)
@@ -245,10 +289,14 @@ class World(Generic[RouterT]):
         request_id, now_s = event.request_id, self.timeline.now_s
         self.observer.token(event)
         opened = self.open[request_id]
-        if opened.first_s is None:
+        if self._takeovers:
+            opened.events.setdefault(event.choice, []).append(event)
+        begun = opened.first_s is not None
+        if not begun:
             opened.first_s, opened.cached_tokens = now_s + self._to_client_s, event.num_cached_tokens
             fetched = event.stages.fetched_tokens if event.stages is not None else 0
             opened.fetched_tokens = min(fetched, event.num_cached_tokens)
+        if not begun or self._takeovers:
             uncached = len(opened.arrival.request.prompt_ids) - event.num_cached_tokens
             self._decide(self.admission.first_token(request_id, uncached, now_s))
         if event.finish_reason is not None:

@@ -76,7 +76,7 @@ def response_routes(models: Models, bodies: Bodies, pool: FairPool, store: Respo
     async def input_tokens(http: HttpRequest) -> Response:
         """How many tokens such a request has."""
         tenant = caller_of(http).tenant
-        models.enter(tenant)
+        await models.enter(tenant)
         raw = await bodies.read(http)
         models.read(tenant, len(raw))
         count: Callable[[], int] = lambda: models.meant_by(raw).parser.count_response(raw, store.history(tenant.name))  # noqa: E731

@@ -15,6 +15,7 @@ from tripool.engine.scheduler import Scheduler
 from tripool.messages import ToWorker, WorkerId
 from tripool.router import Emit, Output
 from tripool.router.admission_types import Capacity
+from tripool.router.held import Held
 from tripool.sequence import Sampled, Task
 from tripool.simulate.request_table import Arrival, RequestTable
 from tripool.simulate.timeline import STEP, Timeline, to_fs
@@ -69,7 +70,8 @@ class ColocatedFleet:
 
     # ---- the router -------------------------------------------------------------------------------------------------
 
-    def submit(self, request: Request, now_s: float) -> list[Output]:
+    def submit(self, request: Request, now_s: float, held: Held | None = None) -> list[Output]:
+        assert held is None, "an engine has no standby"
         self._arrived.append(request)
         return self.tick(now_s)
 

@@ -45,7 +45,7 @@ class ModelledFleet:
         self.in_links: dict[int, Link] = {}
 
     def new_router(self, gateway_epoch: int) -> Coordinator:
-        return Coordinator(self.layout.router, gateway_epoch=gateway_epoch, traces=False)
+        return Coordinator(self.layout.router, epoch=gateway_epoch, traces=False)
 
     def capacity(self, router: Coordinator) -> Capacity:
         return Capacity(max(1, router.view.num_ready("prefill")))

@@ -12,7 +12,6 @@ from math import inf
 
 from tripool.core import Request
 from tripool.errors import InvalidRequest
-from tripool.gateway.job import Job
 
 USUAL_TOKENS = 256
 """Expected length of an answer without `max_tokens`, and the least that it may have."""
@@ -20,8 +19,6 @@ MAX_SCORES = 2**22
 """Tokens of all answers to one request, counting top log-probabilities: a body of a few hundred megabytes."""
 MAX_PROMPT_SCORES = 2**18
 """Log-probabilities of one prompt: they are one message between processes."""
-MAX_ECHOED = 2**26
-"""Prompt characters that one answer may repeat."""
 _SHARE = 0.5
 """Share of the tenant's remaining tokens that one request may take: the next request needs some too."""
 
@@ -59,14 +56,6 @@ def check_answers(requests: Sequence[Request], context_tokens: int) -> None:
         what = "tokens" if params.logprobs is None else "tokens and log-probabilities"
         hint = f"at most {MAX_SCORES}: send fewer prompts or choices, or smaller numbers for them"
         raise InvalidRequest(f"it asks for up to {num_scores:.0f} {what}", hint=hint, param="max_tokens")
-
-
-def check_echoes(job: Job) -> None:
-    """Raises InvalidRequest."""
-    num_chars = sum(map(len, job.echoes)) * job.requests[0].params.n
-    if num_chars > MAX_ECHOED:
-        hint = f"at most {MAX_ECHOED} characters: send fewer prompts or choices, or no 'echo'"
-        raise InvalidRequest(f"'echo' would repeat {num_chars} characters", hint=hint, param="echo")
 
 
 def bounded(requests: Sequence[Request], context_tokens: int, tokens_left: float | None) -> tuple[Request, ...]:
