@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -10,15 +11,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 NAMES = ("a", "b", "c", "d")
+_SERIALS = itertools.count()
+"""A process may have several networks at once."""
 
 
 class Network:
     """Host "a" is .1 of a network of this process, and so on; the test itself is .254."""
 
     def __init__(self) -> None:
-        self._tag = f"tp{os.getpid() % 100_000}"
+        serial = next(_SERIALS)
+        self._tag = f"tp{os.getpid() % 100_000}n{serial}"
         self._switch = f"{self._tag}s"
-        self._net = f"10.{64 + os.getpid() // 256 % 64}.{os.getpid() % 256}"
+        number = os.getpid() + 7919 * serial
+        self._net = f"10.{64 + number // 256 % 64}.{number % 256}"
 
     def make(self) -> None:
         _ip("netns", "add", self._switch)
