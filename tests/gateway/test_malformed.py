@@ -20,6 +20,10 @@ PATHS = (
     "/v1/completions",
     "/v1/messages",
     "/v1/messages/count_tokens",
+    "/v1/responses",
+    "/v1/responses/input_tokens",
+    "/api/chat",
+    "/api/generate",
     "/tokenize",
     "/detokenize",
 )
@@ -29,6 +33,10 @@ GOOD: dict[str, Any] = {
     "/v1/completions": {"prompt": "a", "max_tokens": 2},
     "/v1/messages": {"messages": HELLO, "max_tokens": 2},
     "/v1/messages/count_tokens": {"messages": HELLO},
+    "/v1/responses": {"input": "hello", "max_output_tokens": 2},
+    "/v1/responses/input_tokens": {"input": "hello"},
+    "/api/chat": {"model": "fake", "messages": HELLO, "options": {"num_predict": 2}},
+    "/api/generate": {"model": "fake", "prompt": "a", "options": {"num_predict": 2}},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [5]},
 }
@@ -127,14 +135,21 @@ FIELDS = sorted(
     {"messages", "prompt", "tokens", "n", "stop", "seed", "stream", "tools", "tool_choice", "logit_bias", "system"}
     | {"response_format", "chat_template_kwargs", "max_tokens", "temperature", "thinking", "output_config", "echo"}
     | {"stop_sequences", "stream_options", "reasoning_effort", "cache_salt", "request_id", "guided_json", "logprobs"}
+    | {"input", "instructions", "text", "reasoning", "include", "truncation", "previous_response_id", "store"}
+    | {"options", "format", "think", "raw", "output_format", "thread"}
 )
 
 
 def send_strange_fields(served: Served, path: str, changes: dict[str, Any]) -> None:
     response = served.http.post(path, json=GOOD[path] | changes)
     assert response.status_code < 500, response.text
+    check_words(path, response)
+
+
+def check_words(path: str, response: Any) -> None:
     if response.status_code >= 400:
-        assert response.json()["error"]["message"]
+        error = response.json()["error"]
+        assert error if path.startswith("/api/") else error["message"]
 
 
 @given(st.sampled_from(PATHS), st.dictionaries(st.sampled_from(FIELDS), anything, min_size=1, max_size=3))
@@ -181,3 +196,105 @@ def test_a_length_may_have_any_number_of_zeros_before_it(server):
             connection.sendall(head(path, f"content-length: {length}") + body)
             assert status_of(connection) in statuses, length[-20:]
     still_serves(server)
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string", "format": "path"}}, "required": ["a"]}
+FUNCTION = {"name": "f", "description": "x", "parameters": SCHEMA}
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": "x"}'}}
+ANSWER = {"type": "output_text", "text": "x", "annotations": []}
+CUSTOM = {"type": "custom", "name": "g"}
+FULL: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {
+        "messages": [
+            {"role": "system", "content": "x"},
+            {"role": "user", "content": [{"type": "text", "text": "x"}]},
+            {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "x"},
+            {"role": "tool", "tool_call_id": "c", "content": "x"},
+        ],
+        "tools": [{"type": "function", "function": FUNCTION}],
+        "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"name": "f"}]}},
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}},
+        "stream_options": {"include_usage": True}, "stream": True, "thinking": {"type": "enabled"}, "max_tokens": 2,
+    },
+    "/v1/messages": {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "x"}]},
+            {"role": "assistant", "content": [
+                {"type": "thinking", "thinking": "x", "signature": ""},
+                {"type": "tool_use", "id": "c", "name": "f", "input": {}},
+            ]},
+            {"role": "user", "content": [
+                {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "x"}]}
+            ]},
+        ],
+        "system": [{"type": "text", "text": "x"}], "tools": [{"name": "f", "input_schema": SCHEMA}],
+        "tool_choice": {"type": "auto"}, "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
+        "thinking": {"type": "enabled", "budget_tokens": 5}, "max_tokens": 2,
+    },
+    "/v1/responses": {
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "x"}]},
+            {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "x"}]},
+            {"type": "message", "role": "assistant", "id": "m", "content": [ANSWER]},
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "namespace": "n"},
+            {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "x"}]},
+            {"type": "custom_tool_call", "call_id": "d", "name": "g", "input": "x"},
+            {"type": "custom_tool_call_output", "call_id": "d", "output": "x"},
+        ],
+        "tools": [{"type": "function", **FUNCTION}, CUSTOM, {"type": "namespace", "name": "n", "tools": [CUSTOM]}],
+        "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]},
+        "text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}, "reasoning": {"effort": "low"},
+        "include": ["reasoning.encrypted_content"], "truncation": "auto", "max_output_tokens": 2, "metadata": {},
+    },
+    "/api/chat": {
+        "model": "fake",
+        "messages": [
+            {"role": "user", "content": "x", "images": []},
+            {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"a": "x"}}}]},
+            {"role": "tool", "tool_name": "f", "content": "x"},
+        ],
+        "tools": [{"type": "function", "function": FUNCTION}], "format": SCHEMA, "think": "low", "stream": False,
+        "options": {"num_predict": 2, "temperature": 0.5, "stop": ["x"], "num_ctx": 5},
+    },
+}  # fmt: skip
+
+
+def places(value: object) -> Iterator[tuple[Any, Any]]:
+    """Of every value inside: the list or object, and the index or key."""
+    for key, inner in list(enumerate(value) if isinstance(value, list) else value.items()):
+        yield value, key
+        if isinstance(inner, (dict, list)):
+            yield from places(inner)
+
+
+def send_strange_values(served: Served, path: str, number: int, values: list[Any]) -> None:
+    body = json.loads(json.dumps(FULL[path]))
+    for value in values:
+        inside = list(places(body))
+        holder, key = inside[number % len(inside)]
+        holder[key] = value
+        number //= 3
+    response = served.http.post(path, json=body)
+    assert response.status_code < 500, (response.text, body)
+    check_words(path, response)
+
+
+strange = (st.sampled_from(sorted(FULL)), st.integers(0, 10**6), st.lists(anything, min_size=1, max_size=2))
+
+
+@pytest.mark.parametrize("path", FULL)
+def test_bodies_with_everything_are_served(server, path):
+    assert server.http.post(path, json=FULL[path]).status_code == 200
+
+
+@given(*strange)
+@settings(max_examples=25, derandomize=True, deadline=None, suppress_health_check=UNFIT)
+def test_any_value_anywhere(server, path, number, values):
+    send_strange_values(server, path, number, values)
+
+
+@pytest.mark.prove
+@given(*strange)
+@settings(max_examples=5000, deadline=None, suppress_health_check=UNFIT)
+def test_any_value_anywhere_at_length(server, path, number, values):
+    send_strange_values(server, path, number, values)

@@ -105,7 +105,9 @@ def test_violations_are_named_by_their_places(schema: Any, value: Any, violation
     assert validated(schema, value, steps=1000).violations == violations
 
 
-@pytest.mark.parametrize("schema", [{"format": "password"}, {"pattern": r"\p{L}"}, {"$ref": "https://else/where"}])
+@pytest.mark.parametrize(
+    "schema", [{"format": "password"}, {"pattern": r"\p{L}"}, {"$ref": "https://else/where"}, {"type": "any"}]
+)
 def test_what_is_unknown_is_said(schema: dict[str, Any]) -> None:
     findings = validated(schema, "x", steps=1000)
     assert findings.unchecked == list(schema) and not findings.violations
@@ -125,3 +127,34 @@ def test_patterns_are_found_wherever_they_are() -> None:
     assert has_patterns({"anyOf": [{}, {"not": {"properties": {"x": {"pattern": "a"}}}}]})
     assert has_patterns({"patternProperties": {"a": True}}) and has_patterns({"format": "regex"})
     assert not has_patterns({"properties": {"x": {"type": "string"}}})
+
+
+KEYWORDS = [
+    "type", "enum", "const", "required", "dependentRequired", "dependentSchemas", "dependencies", "properties",
+    "patternProperties", "items", "additionalProperties", "propertyNames", "prefixItems", "additionalItems",
+    "contains", "minContains", "maxContains", "uniqueItems", "minItems", "minLength", "minProperties", "minimum",
+    "exclusiveMinimum", "multipleOf", "pattern", "format", "allOf", "anyOf", "oneOf", "not", "if", "then", "else",
+    "$ref", "unevaluatedProperties", "unevaluatedItems",
+]  # fmt: skip
+ODD: list[Any] = [
+    None,
+    True,
+    -5,
+    1.5,
+    "x",
+    "#/x",
+    [],
+    [[]],
+    ["a", {}],
+    {},
+    {"a": [[]]},
+    {"a": 5},
+    {"a": {"type": [[]]}},
+]
+
+
+@pytest.mark.parametrize("keyword", KEYWORDS)
+def test_a_keyword_of_any_shape_fails_no_answer(keyword: str) -> None:
+    for odd in ODD:
+        for value in (None, 5, "a", [1, "a"], {"a": 1, "b": []}):
+            validated({"if": {}, keyword: odd}, value, steps=1000)

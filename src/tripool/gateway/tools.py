@@ -34,12 +34,12 @@ def read_tools(fields: Mapping[str, Any], relax: Relax = relaxed) -> Tools:
     """From `tools`, `tool_choice` and `parallel_tool_calls`. `relax`: for schemas that are no promise."""
     tools, choice = fields.get("tools", []), fields.get("tool_choice", "auto")
     functions = [_function(tool, f"tools[{number}]") for number, tool in enumerate(tools)]
-    strict = {str(tool["function"].get("name")) for tool in tools if tool["function"].get("strict") is True}
+    strict = {tool["function"]["name"] for tool in tools if tool["function"].get("strict") is True}
     if len(functions) > MAX_FUNCTIONS:
         raise InvalidRequest(f"there are {len(functions)} tools", hint=f"at most {MAX_FUNCTIONS}", param="tools")
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         choice, allowed = _allowed(choice)
-        functions = [function for function in functions if function.get("name") in allowed]
+        functions = [function for function in functions if function["name"] in allowed]
     if isinstance(choice, dict):
         name = _chosen_name(choice)
         functions = [function for function in functions if function["name"] == name]
@@ -67,21 +67,22 @@ def _relaxed(
     """The same functions with schemas that a grammar can promise, and the parts that it cannot."""
     shorter, unenforced = [], ENFORCED
     for function in functions:
-        schema, name = function.get("parameters"), function.get("name")
+        schema, name = function.get("parameters"), function["name"]
         if isinstance(schema, dict) and name not in strict:
             parameters, dropped = relax(schema)
             function = function | {"parameters": parameters}
             if dropped:
-                unenforced |= Unenforced(tuple(f"tools/{name}/{place}" for place in dropped), {str(name): schema})
+                unenforced |= Unenforced(tuple(f"tools/{name}/{place}" for place in dropped), {name: schema})
         shorter.append(function)
     return shorter, unenforced
 
 
 def _function(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
     function = tool.get("function")
-    if tool.get("type") != "function" or not isinstance(function, dict):
+    named = isinstance(function, dict) and isinstance(function.get("name"), str)
+    if tool.get("type") != "function" or not isinstance(function, dict) or not named:
         hint = 'like {"type": "function", "function": {"name": ...}}'
-        raise InvalidRequest(f"{where} is not a function", hint=hint, param="tools")
+        raise InvalidRequest(f"{where} is not a function with a name", hint=hint, param="tools")
     return {name: function[name] for name in ("name", "parameters") if function.get(name) is not None}
 
 

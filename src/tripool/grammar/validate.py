@@ -182,10 +182,12 @@ class _Validation:
 
 def _own_violations(schema: dict[str, Any], value: Any, at: str, findings: Findings) -> Iterator[str]:
     """Keywords that say something of the value itself."""
-    kinds = schema.get("type")
-    kinds = [kinds] if isinstance(kinds, str) else kinds
-    if isinstance(kinds, list) and not any(_IS[kind](value) for kind in kinds if kind in _IS):
+    kinds = _list(schema, "type") or [schema.get("type")]
+    known = [_IS[kind] for kind in _texts(kinds) if kind in _IS]
+    if known and not any(fits(value) for fits in known):
         yield "type"
+    elif not known and schema.get("type") is not None:
+        findings.passed_over(f"{at}type")
     if isinstance(schema.get("enum"), list) and _key(value) not in map(_key, schema["enum"]):
         yield "enum"
     if "const" in schema and _key(value) != _key(schema["const"]):
@@ -200,11 +202,11 @@ def _own_violations(schema: dict[str, Any], value: Any, at: str, findings: Findi
             yield "uniqueItems"
     elif isinstance(value, dict):
         yield from _of_size(schema, len(value), "minProperties", "maxProperties")
-        if any(isinstance(name, str) and name not in value for name in _list(schema, "required")):
+        if any(name not in value for name in _texts(schema.get("required"))):
             yield "required"
         for keyword in ("dependentRequired", "dependencies"):
             for name, needed in _dict(schema, keyword).items():
-                if name in value and isinstance(needed, list) and any(one not in value for one in needed):
+                if name in value and any(one not in value for one in _texts(needed)):
                     yield keyword
 
 
@@ -287,6 +289,10 @@ def _is_number(value: object) -> bool:
 def _list(schema: Mapping[str, Any], keyword: str) -> list[Any]:
     value = schema.get(keyword)
     return value if isinstance(value, list) else []
+
+
+def _texts(value: object) -> list[str]:
+    return [one for one in value if isinstance(one, str)] if isinstance(value, list) else []
 
 
 def _dict(schema: Mapping[str, Any], keyword: str) -> dict[str, Any]:

@@ -30,11 +30,14 @@ REFUSALS = {
     (404, "model_not_found"): 'a model that the server does not have: the step "error" of every client.',
     (400, "invalid_request"): "`max_tokens: 0` to Messages, also an error step: there is nothing to answer.",
 }
-"""Of recorded requests, by status and code. vLLM refuses the same."""
+"""Of recorded requests, by status and code. vLLM refuses all of them too: `tests/clients/test_vllm.py`."""
 _TAIL = """
 Recorded requests that are refused, by status and code (`tests/clients/test_recorded.py` fails on any other):
 
 {refusals}
+vLLM 0.32.0 with a model of text refuses all of these too: nothing is refused here that vLLM serves
+(`tests/clients/test_vllm.py` sends it the recorded requests).
+
 Refused whoever asks, by name and with a reason ([http.md](http.md)):
 
 - Images, audio and files in a message: the models are text models.
