@@ -265,7 +265,7 @@ def test_a_server_of_several_processes(keys: tuple[dict[str, str], str], tmp_pat
         server.sent[COMPLETIONS, 200] += 1
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     reported = check(server, log.read_text(), lines)
-    names = {"supervisor", "gateway", "prefill-0", "decode-0", "cache-0", "cache-1"}
+    names = {"supervisor", "gateway", "coordinator", "coordinator-1", "prefill-0", "decode-0", "cache-0", "cache-1"}
     assert {line["process"] for line in lines} == names
     assert {line["child"] for line in reported["process started"]} == names - {"supervisor"}
     (ended,) = reported["process ended"]
