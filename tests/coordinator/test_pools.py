@@ -166,6 +166,24 @@ def test_a_failure_reaches_a_reader_that_was_busy_meanwhile(tmp_path: Path) -> N
     asyncio.run(go())
 
 
+def test_last_tokens_of_one_step_all_reach_their_client(tmp_path: Path) -> None:
+    """The service is done with the request before the first of them is sent."""
+
+    async def go() -> None:
+        async with serving(tmp_path) as server:
+            stream = server.backend.stream(replace(REQUEST, params=SamplingParams(n=3, max_tokens=1)))
+            first = asyncio.ensure_future(anext(stream))
+            worker = await server.worker(HELLO)
+            begin = await worker.begun()
+            events = tuple(Stamped(begin.attempt, TokenEvent("r", choice, 0, 7, "length")) for choice in range(3))
+            await worker.send(Tokens(LIFE, events))
+            async with asyncio.timeout(DEADLINE_S):
+                choices = [(await first).choice, *[event.choice async for event in stream]]
+            assert choices == [0, 1, 2] and not server.link.num_open
+
+    asyncio.run(go())
+
+
 def test_what_is_known_of_an_open_request_outlives_a_thousand_others(tmp_path: Path) -> None:
     """Theirs may be another tenant's."""
 

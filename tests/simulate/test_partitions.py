@@ -30,7 +30,7 @@ def test_twenty_runs_on_three_hosts() -> None:
         seen += report.seen
         faults += report.faults
     assert all(faults[kind] >= 5 for kind in get_args(HostFaultKind)), faults
-    assert all(seen[what] >= 3 for what in SEEN), seen
+    assert all(seen[what] >= 2 for what in SEEN), seen
 
 
 def test_without_faults_hosts_make_no_difference_to_clients() -> None:

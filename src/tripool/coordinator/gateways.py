@@ -59,6 +59,17 @@ class _Session:
     requests: set[str] = field(default_factory=set)
 
 
+@dataclass(slots=True, eq=False)
+class _Owner:
+    """Of one open request."""
+
+    session: _Session
+    model: str
+    choices_left: int
+    """Whose last token was not sent yet. The service may be done with all of them by then: it decides about all tokens
+    of a step before the first of them is sent."""
+
+
 @dataclass(slots=True)
 class _Opened:
     loop: asyncio.AbstractEventLoop
@@ -73,8 +84,7 @@ class Gateways:
         self._pools, self._address, self._on_change = pools, address, on_change
         self._sessions: dict[bytes, _Session] = {}
         """By the identity of their lines."""
-        self._owners: dict[str, tuple[_Session, str]] = {}
-        """Session and model of every open request."""
+        self._owners: dict[str, _Owner] = {}
         self._unsent: list[_Session] = []
         self._standbys: set[bytes] = set()
         """By the identity of their lines."""
@@ -111,21 +121,23 @@ class Gateways:
         owner = self._owners.get(event.request_id)
         if owner is None or self._opened is None:
             return
-        session = owner[0]
+        session = owner.session
         if not session.events:
             if not self._unsent:
                 self._opened.loop.call_soon(self._flush)
             self._unsent.append(session)
         session.events.append(event)
-        if event.finish_reason is not None and event.request_id not in self._pools.services[owner[1]]:
-            self._forget(event.request_id)
+        if event.finish_reason is not None:
+            owner.choices_left -= 1
+            if not owner.choices_left:
+                self._forget(event.request_id)
 
     def fail(self, request_id: str, error: TripoolError) -> None:
         owner = self._owners.get(request_id)
         if owner is not None:
             self._flush()  # its tokens go first
             self._forget(request_id)
-            self._send(owner[0], Failed(request_id, WireError.of(error)))
+            self._send(owner.session, Failed(request_id, WireError.of(error)))
 
     def _flush(self) -> None:
         unsent, self._unsent = self._unsent, []
@@ -144,8 +156,7 @@ class Gateways:
             opened.loop.call_soon(self._receive)
 
     def _forget(self, request_id: str) -> None:
-        session, _ = self._owners.pop(request_id)
-        session.requests.discard(request_id)
+        self._owners.pop(request_id).session.requests.discard(request_id)
 
     # ---- what the gateways send -------------------------------------------------------------------------------------
 
@@ -182,11 +193,12 @@ class Gateways:
             case Resume():
                 service = pools.services.get(message.model)
                 if service is not None and message.request.id not in self._owners:
-                    self._own(session, message.request.id, message.model)
+                    num_done = sum(choice.done for choice in message.held.choices)
+                    self._own(session, message.request.id, message.model, message.request.params.n - num_done)
                     pools.carry_out(service.resume(message.request, message.tenant, message.held, now_s))
             case CancelRequest():
                 owner = self._owners.get(message.request_id)
-                if owner is not None and owner[0] is session:
+                if owner is not None and owner.session is session:
                     self._cancel(message.request_id)
             case Charge():
                 pools.rate_limiter.read(message.tenant, message.num_bytes, now_s)
@@ -203,15 +215,15 @@ class Gateways:
                 self._send(session, Failed(request.id, WireError.of(refusal)))
             return
         for request in message.requests:
-            self._own(session, request.id, message.model)
+            self._own(session, request.id, message.model, request.params.n)
         self._pools.carry_out(service.submit(message.requests, message.tenant, now_s))
 
-    def _own(self, session: _Session, request_id: str, model: str) -> None:
-        self._owners[request_id] = session, model
+    def _own(self, session: _Session, request_id: str, model: str, num_choices: int) -> None:
+        self._owners[request_id] = _Owner(session, model, num_choices)
         session.requests.add(request_id)
 
     def _cancel(self, request_id: str) -> None:
-        _, model = self._owners[request_id]
+        model = self._owners[request_id].model
         self._forget(request_id)
         self._pools.carry_out(self._pools.services[model].cancel(request_id, self._pools.clock()))
 

@@ -15,12 +15,13 @@ from pathlib import Path
 
 from tripool.config import GatewayConfig
 from tripool.control.run_manifest import read_manifest
+from tripool.errors import EngineStopped
 from tripool.fabric.folder import gateways_address
 from tripool.fabric.supervisor_channel import SupervisorChannel
 from tripool.gateway.app import create_models_app
 from tripool.gateway.auth import Access
 from tripool.gateway.cache_quotas import CacheQuotas, cache_routes
-from tripool.gateway.coordinator_link import CoordinatorLink, NoCoordinator
+from tripool.gateway.coordinator_link import CoordinatorLink
 from tripool.gateway.instances import Instances
 from tripool.gateway.models import Models, Served
 from tripool.gateway.pools import pools_routes
@@ -105,7 +106,7 @@ class GatewayProcess:
             self._leave(loop, loop.time() + _ORPHAN_S)
 
     def _end_answers(self) -> None:
-        self._link.close(NoCoordinator("the gateway is shut down"))
+        self._link.close(EngineStopped("the gateway is shut down"))
 
     def _refuse(self, why: str) -> None:
         for backend in self._backends.values():
