@@ -17,7 +17,7 @@ MAX_UNREAD = 2**18
 """Unread tokens and top log-probabilities per reader: some tens of megabytes."""
 
 _TOGETHER = 32
-"""Tokens of a background answer that are read at once: nobody sees it before its end, and to wake a reader for each
+"""Tokens of a background answer that are read at once: it is not seen before its end, and to wake a reader for each
 token costs as much as the token's text."""
 
 _Item = TokenEvent | TripoolError | None

@@ -220,8 +220,8 @@ class ServedAnswerer:
 
     def _refusal(self, status: int, found: Any) -> str:
         error = found.get("error") if isinstance(found, dict) else None
-        told = error.get("message") if isinstance(error, dict) else None
-        why = str(told) if told else f"the server answers {status}"
+        given = error.get("message") if isinstance(error, dict) else None
+        why = str(given) if given else f"the server answers {status}"
         if status in _FATAL or (isinstance(error, dict) and _is_the_jobs(self._job, error.get("param"))):
             raise InvalidRequest(
                 f"{self._address}{self._path} answers {status}: {why}", hint="every row would be refused"

@@ -155,8 +155,8 @@ def arrow_chunk(chunk: JsonChunk, schema: pa.Schema) -> ArrowChunk:
 def _unfit(row: Row, schema: pa.Schema) -> BadRow | None:
     strange = row.values.keys() - set(schema.names)
     if strange:
-        told = f"the first {INFERRED_ROWS} rows have no column '{min(strange)}'"
-        return BadRow("bad_type", told)
+        why = f"the first {INFERRED_ROWS} rows have no column '{min(strange)}'"
+        return BadRow("bad_type", why)
     try:
         pa.RecordBatch.from_pylist([dict(row.values)], schema=schema)
     except (pa.ArrowException, OverflowError, ValueError, TypeError) as error:

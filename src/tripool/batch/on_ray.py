@@ -73,5 +73,5 @@ def _own(error: BaseException) -> TripoolError:
         if isinstance(cause, TripoolError):
             return cause
         cause = getattr(cause, "cause", None) or cause.__cause__
-    told = str(error).strip().splitlines()
-    return EngineStopped(f"Ray: {told[-1] if told else error!r}", hint="run it again to go on")
+    lines = str(error).strip().splitlines()
+    return EngineStopped(f"Ray: {lines[-1] if lines else error!r}", hint="run it again to go on")

@@ -67,8 +67,10 @@ class OutFolder:
                     raise OtherRun(f"{self.path} holds other files, such as {strange[0]}", hint="name an empty folder")
             elif found != wanted:
                 names = sorted(name for name in wanted.keys() | found.keys() if found.get(name) != wanted.get(name))
-                told = ", ".join(names)
-                raise OtherRun(f"{self.path} holds a run with other {told}", hint="name another --out, or remove it")
+                settings = ", ".join(names)
+                raise OtherRun(
+                    f"{self.path} holds a run with other {settings}", hint="name another --out, or remove it"
+                )
             self.work.mkdir(exist_ok=True)
             for left in self.work.glob("*.part-*"):
                 left.unlink()

@@ -59,16 +59,16 @@ class TableInput:
         if by.kind != "hash":
             self.partitions = self.sources.partitions(by)
             return
-        spool = self._work / _SPOOL
-        if not (spool / "counts.json").exists():
-            shutil.rmtree(spool, ignore_errors=True)
-            part = spool.with_suffix(".part")
+        parted = self._work / _SPOOL
+        if not (parted / "counts.json").exists():
+            shutil.rmtree(parted, ignore_errors=True)
+            part = parted.with_suffix(".part")
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
             paths = [part / str(number) for number in range(by.size)]
             (part / "counts.json").write_text(json.dumps(self._spool(paths)))
-            part.rename(spool)
-        counts = json.loads((spool / "counts.json").read_text())
+            part.rename(parted)
+        counts = json.loads((parted / "counts.json").read_text())
         self.partitions = [Partition(number, (), rows) for number, rows in enumerate(counts)]
 
     def chunks(self, partition: Partition) -> Generator[Chunk]:

@@ -131,10 +131,10 @@ class MooncakeIo:
             return read, None
         magic, checksum, num_bytes, form, position = _HEAD.unpack_from(value)
         block = memoryview(value)[_HEAD.size :]
-        told = StoreCopy(read.copy.key, read.copy.namespace, position, checksum, num_bytes, form)
+        copy = StoreCopy(read.copy.key, read.copy.namespace, position, checksum, num_bytes, form)
         if magic != _MAGIC or len(block) != num_bytes or not 0 < num_bytes <= self._arena.slot_bytes:
-            return replace(read, copy=told), checksum ^ 1  # not what it should be
-        return replace(read, copy=told), self._arena.write(read.slot, block)
+            return replace(read, copy=copy), checksum ^ 1  # not what it should be
+        return replace(read, copy=copy), self._arena.write(read.slot, block)
 
     def _remove(self, namespace: bytes, then: Callable[[], None]) -> Callable[[], None]:
         if self._store is None:

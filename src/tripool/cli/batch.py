@@ -75,8 +75,8 @@ def register(app: typer.Typer, load: Load) -> None:
             where = LocalModel(model or "", config, load if on == "here" else None)
         with ExitStack() as shown:
             done = run(job, where, on_progress=_Bar(where.name, shown))
-        told = f"{done.rows:,} rows answered, {done.bad:,} bad, in {done.partitions:,} partitions"
-        typer.echo(told + (f", {done.resumed:,} of them from before" if done.resumed else ""))
+        summary = f"{done.rows:,} rows answered, {done.bad:,} bad, in {done.partitions:,} partitions"
+        typer.echo(summary + (f", {done.resumed:,} of them from before" if done.resumed else ""))
 
 
 class _Bar:

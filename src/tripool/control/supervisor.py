@@ -247,19 +247,19 @@ class Supervisor:
         return [child for child in self._children.values() if child.spec.role == role]
 
     def _silent_elsewhere(self, instance: Instance | JoinedInstance, report: SilentRank) -> None:
-        """A rank of another host: that host knows whether it is slow or stuck, and is told; the server's own host gives
+        """A rank of another host: that host knows whether it is slow or stuck; the server's own host gives
         it up in the end."""
         if isinstance(instance, Instance) and report.silence_s > _RANK_SILENCE_S and instance.leave(report.rank):
             self._announce(instance)
         elif HOST_SERVER in self._children and not report.instance:
-            told = SilentRank(report.worker_id, report.rank, report.map_epoch, report.silence_s, instance.name)
-            self._children[HOST_SERVER].supervisor_channel.send(told)
+            report_on = SilentRank(report.worker_id, report.rank, report.map_epoch, report.silence_s, instance.name)
+            self._children[HOST_SERVER].supervisor_channel.send(report_on)
 
     def _change_map(self, child: Child, *, enters: bool) -> None:
         instance, rank = self._instances.get(child.spec.instance), child.spec.rank
         if instance is not None and (instance.enter(rank) if enters else instance.leave(rank)):
             self._announce(instance)
-        if child.spec.name == HOST_SERVER and not enters:  # nobody hears of ranks on other hosts any more
+        if child.spec.name == HOST_SERVER and not enters:  # ranks on other hosts are out of reach
             for other in self._instances.values():
                 if isinstance(other, Instance):
                     for rank in other.remote_ranks():

@@ -8,7 +8,7 @@ worker before anything of it is used again; one that was stopped never wakes up 
 |---|---|
 | ends | has the lock at once, and leads |
 | is stopped, or silent for long | kills it, then the same |
-| ends while nobody else is there | whoever starts next has the lock, without a log |
+| ends while no other is there | the next to start has the lock, without a log |
 
 The file holds the epoch of the last leader: each new one has a higher one, which gateways and workers insist on.
 """

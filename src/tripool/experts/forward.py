@@ -108,7 +108,7 @@ class Forwarder:
         self._returned[key] = bell
         offset, count = self._view.slab(source, lane).segments[destination].tolist()
         if count != bell.count or offset + count > self._view.layout.entries:
-            return b""  # nobody waits for it any more
+            return b""  # its source has given it up
         rows = self._view.answers(destination, source, lane)[offset : offset + count]
         body = struct.pack("<Q", bell.pack()) + _eight(rows.tobytes())
         return _record(ANSWER, source, lane, destination, offset, count, body)

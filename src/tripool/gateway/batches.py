@@ -93,7 +93,7 @@ class BatchService:
         sent: list[dict[str, Any]] = []
 
         async def receive() -> dict[str, Any]:
-            await asyncio.Event().wait()  # nobody hangs up
+            await asyncio.Event().wait()  # a batch has no client that could hang up
             raise AssertionError
 
         async def send(message: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ knows nothing of it takes it up from there:
 
 | the coordinator is lost when | then |
 |---|---|
-| the connection ends | it is connected again, to whoever answers at the same address |
+| the connection ends | it is connected again, to the coordinator that answers at the same address |
 | nothing is heard for `_SILENCE_S` | the same |
 | it skips a token, or its epoch is below one seen before | the same |
 | none has answered for `_AWAY_S` | open requests fail |

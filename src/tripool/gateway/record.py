@@ -154,7 +154,7 @@ class Record:
         return sum(getattr(usage, name) for usage in self.usages)
 
     async def learn(self) -> None:
-        """Ask a backend in another process where the request ran. Raises if nobody answers."""
+        """Ask a backend in another process where the request ran. Raises if none answers."""
         for position, request_id in enumerate(self.request_ids if self.ask is not None else ()):
             facts = await self.ask(request_id) if self.ask is not None else {}
             if facts:

@@ -157,7 +157,7 @@ class _Member:
         if isinstance(lease, int):
             self._reader.release(lease)
             self._reader.flush()
-        else:  # nothing is held: what was used is told now and then, as workers do
+        else:  # nothing is held: what was used is reported now and then, as workers do
             self._reader.end_read(lease, found)  # type: ignore[arg-type]
 
     def store(self, connection: Connection, request: StoreBlocks) -> None:

@@ -139,7 +139,7 @@ class RemoteLink(Link):
                 if at == number:
                     return heard
         except (OSError, msgspec.DecodeError):
-            self._drop()  # late: what comes now belongs to nobody
+            self._drop()  # late: what comes now has no reader
         return None
 
     def find_here(self, namespace: bytes, keys: Sequence[bytes]) -> None:
@@ -195,7 +195,7 @@ class RemoteLink(Link):
 
 
 class RemoteBlocks:
-    """Blocks that another host is sending, in order; whoever reads them takes them from the connection."""
+    """Blocks that another host is sending, in order; their reader takes them from the connection."""
 
     def __init__(self, connection: Connection, blocks: Sequence[Block], failed: Callable[[], None]) -> None:
         self._connection, self._blocks, self._failed = connection, blocks, failed
@@ -226,7 +226,7 @@ class RemoteBlocks:
             return good
 
     def skip(self) -> None:
-        """What nobody wants is read and forgotten, if it is little."""
+        """What is not wanted is read and forgotten, if it is little."""
         unread = sum(block.num_bytes for block in self._blocks[self._next :])
         try:
             if unread > _UNREAD_BYTES:
@@ -291,15 +291,15 @@ class _Storing:
                 self._num_bytes += source.nbytes
                 count += 1
         blocks = [bytearray(source) for source in sources[:count]]
-        told = [checksum(memoryview(block)) for block in blocks]
+        named = [checksum(memoryview(block)) for block in blocks]
         if sums is not None:
-            good = next((i for i, (ours, theirs) in enumerate(zip(told, sums, strict=False)) if ours != theirs), count)
+            good = next((i for i, (ours, theirs) in enumerate(zip(named, sums, strict=False)) if ours != theirs), count)
             self._sent(sum(map(len, blocks[good:])))
-            blocks, told, count = blocks[:good], told[:good], good
+            blocks, named, count = blocks[:good], named[:good], good
         if count:
             sizes = tuple(map(len, blocks))
             names = keys[:count], positions[:count]
-            self._do(_Store(StoreBlocks(self._member, namespace, *names, form, sizes, tuple(told)), blocks))
+            self._do(_Store(StoreBlocks(self._member, namespace, *names, form, sizes, tuple(named)), blocks))
         return count
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A certificate that all hosts derive from one token: whoever shows it, and can sign with its key, knows the token.
+"""A certificate that all hosts derive from one token: who shows it, and can sign with its key, knows the token.
 
 TLS needs a key pair on both sides. This makes the same one everywhere, from 32 secret bytes, with nothing but Python:
 an elliptic curve key (P-256) and a certificate that it signs itself. OpenSSL does the rest; what is written here runs

@@ -8,7 +8,7 @@
 | 33 | server | 1 and its own proof; or 0: the client's was wrong |
 
 Nothing longer is read from anybody who has not proved that. Then TLS, with the certificate that the token gives; on a
-trusted network plain TCP. After that, messages with their length before them, and bytes whose number a message told.
+trusted network plain TCP. After that, messages with their length before them, and bytes whose number a message named.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Connection:
 
     @property
     def pending(self) -> bool:
-        """Whether bytes were decrypted that nobody has read yet: the socket itself need not be readable then."""
+        """Whether bytes were decrypted that are not read yet: the socket itself need not be readable then."""
         return isinstance(self._end, ssl.SSLSocket) and self._end.pending() > 0
 
     def timeout(self, seconds: float | None) -> None:
@@ -201,7 +201,7 @@ class Connection:
         return self._end.send(buffer)
 
     def shut(self) -> None:
-        """End it for both directions, from any thread: whoever reads or writes it notices."""
+        """End it for both directions, from any thread: its readers and writers notice."""
         with contextlib.suppress(OSError):
             self._end.shutdown(socket.SHUT_RDWR)
 
@@ -311,7 +311,7 @@ def _check_greeting(theirs: bytes, keys: HostKeys, address: str) -> None:
 
 
 def answer(end: socket.socket, keys: HostKeys) -> Connection:
-    """The server's side. Raises OSError for whoever does not know the token, and takes bounded time."""
+    """The server's side. Raises OSError for a peer that does not know the token, and takes bounded time."""
     end = _prepared(end)
     deadline_s = time.monotonic() + GREET_S
     theirs = _read(end, _GREETING.size, deadline_s)

@@ -22,9 +22,9 @@ from tripool.messages import Role
 PRESENT_S = 0.5
 """How often a host says that it is there."""
 SILENCE_S = 3.0
-"""After this time without a word it is not: its cache members are nobody's any more."""
+"""After this time without a word it is not: its cache members belong to no host any more."""
 RESERVED_S = 20.0
-"""What was given to a host that has not said yet that it is there is nobody else's for so long."""
+"""What was given to a host that has not said yet that it is there is kept from others for so long."""
 _MAX_HOSTS, _MAX_HOST_BYTES = 512, 4096
 """All of them fit into one message."""
 _HOST, _HOSTS = "host.json", "hosts.json"

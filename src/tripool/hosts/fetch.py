@@ -1,6 +1,6 @@
 """Brings KV of other hosts into the memory of this host's decode workers. Part of the host's server process.
 
-A worker asks over a local socket, with the slots of an arena of its own in which the blocks are to arrive; it is told
+A worker asks over a local socket, with the slots of an arena of its own in which the blocks are to arrive; it hears
 when they are there, checked. So receiving and decrypting costs no time of the thread that decodes, and a worker that
 dies takes nothing along but its arena. Once this process has ended, nothing more is written anywhere.
 
@@ -64,7 +64,7 @@ class Fetch(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """What has not begun need not begin; `Fetched` is still told."""
+    """What has not begun need not begin; `Fetched` is still reported."""
 
     numbers: tuple[Natural, ...]
 
@@ -223,7 +223,7 @@ class Source:
         with self._changed:
             usable = [link for link in links if now_s > self._failed_s.get(link, -_TRY_LINK_S) + _TRY_LINK_S]
             if not usable and not any(self._links.values()):
-                usable = list(links)  # it was long ago for nobody: try
+                usable = list(links)  # none failed lately: try
             for link in usable:
                 for _ in range(self._links.get(link, 0), _CONNECTIONS):
                     self._links[link] = self._links.get(link, 0) + 1
@@ -232,7 +232,7 @@ class Source:
                 part.ended(False)
                 return
             self._parts.append(part)
-            self._changed.notify_all()  # whoever wakes up may have no connection yet
+            self._changed.notify_all()  # a thread that wakes up may have no connection yet
 
     # ---- one connection ---------------------------------------------------------------------------------------------
 
@@ -334,6 +334,6 @@ class Source:
             if part.tries < _TRIES:
                 with self._changed:
                     self._parts.appendleft(part)
-                    self._changed.notify_all()  # whoever wakes up may have no connection yet
+                    self._changed.notify_all()  # a thread that wakes up may have no connection yet
             else:
                 part.ended(False)

@@ -8,7 +8,7 @@
 | authenticate | the tokens differ |
 | version | the versions, or the code, differ |
 | model | the server does not have it, or a local copy is not the same |
-| clock | never: clocks that differ are told, and nothing depends on them |
+| clock | never: clocks that differ are reported, and nothing depends on them |
 | listen | the address that this host shall be reached at is not its own, or in use |
 | reach | the server cannot connect to this host |
 | fetch | there is no room, or the files changed |
@@ -92,7 +92,7 @@ def join(
 
 def _admitted(connection: Connection, request: Join, report: Report) -> Joined:
     """The server may still be reading its model's files; it says so at once."""
-    until_s, told = time.monotonic() + _MODEL_S, False
+    until_s, said = time.monotonic() + _MODEL_S, False
     while True:
         try:
             answer = _asked(connection, request, "join")
@@ -101,9 +101,9 @@ def _admitted(connection: Connection, request: Join, report: Report) -> Joined:
         except JoinRefused as error:
             if error.step != WAIT or time.monotonic() > until_s:
                 raise
-            if not told:
+            if not said:
                 report(WAIT, error.message)
-            told = True
+            said = True
             time.sleep(_AGAIN_S)
 
 
@@ -146,7 +146,7 @@ def _model_path(
 def take_ranks(address: str, keys: HostKeys, model: str, host: Host, report: Report) -> Ranks:
     """What this host shall run of an instance that is spread over hosts; empty if all of its ranks run elsewhere. Those
     of a host that is lost are free after a few seconds: this waits for them."""
-    until_s, told = time.monotonic() + _FREE_S, False
+    until_s, said = time.monotonic() + _FREE_S, False
     while True:
         connection = dial(address, keys)
         try:
@@ -159,9 +159,9 @@ def take_ranks(address: str, keys: HostKeys, model: str, host: Host, report: Rep
         assert isinstance(found, Ranks)
         if found.ranks or time.monotonic() > until_s:
             return found
-        if not told:
+        if not said:
             report("ranks", "all ranks of the instance are on other hosts; waiting whether one is lost")
-        told = True
+        said = True
         time.sleep(_AGAIN_S)
 
 

@@ -16,7 +16,7 @@ from tripool.hosts.certificate import self_signed
 
 _TOKEN_BYTES = 24
 _LEAST_CHARACTERS = 20
-"""Whoever records a greeting may try tokens on it at leisure: a short one would be found."""
+"""Who records a greeting may try tokens on it at leisure: a short one would be found."""
 
 
 def new_token() -> str:

@@ -207,7 +207,7 @@ class HostReceiver:
             if slots is None:
                 if self.staging.num_free < self.staging.num_slots:
                     return
-                slots = []  # there is no memory, and nobody will give any back
+                slots = []  # there is no memory, and none will be given back
             self._waiting.popleft()
             kv.slots, kv.begun, kv.failed = slots, True, not slots
             if slots:
@@ -259,7 +259,7 @@ class RemoteKv:
         self._receiver.begin(self)
 
     def read(self, index: int, into: memoryview) -> memoryview | None:
-        """Where it is: it was checked there, and nobody writes there any more."""
+        """Where it is: it was checked there, and is not written any more."""
         return None if self.failed or not self.slots else self._receiver.staging.view(self.slots[index])
 
     def num_shared(self, other: Summed) -> int:

@@ -19,7 +19,7 @@ from tripool.messages import Role
 
 _FILE = "join.json"
 WAIT = "wait"
-"""The step at which a worker is told to ask again."""
+"""The step at which a worker is asked to come again."""
 _READING_S = 1.0
 """How long an answer may wait for the files to be read."""
 
@@ -64,9 +64,9 @@ class Leader:
     def join(self, request: Join, scarcer: Role) -> Joined | No:
         if request.version != tripool.__version__ or request.code != self._code:
             same = request.version == tripool.__version__
-            told = "the same version with other code" if same else f"version {request.version}"
+            theirs = "the same version with other code" if same else f"version {request.version}"
             hint = f"install the same build of tripool {tripool.__version__} there: answers depend on it"
-            return No("version", f"the worker has {told}, the server {tripool.__version__}", hint)
+            return No("version", f"the worker has {theirs}, the server {tripool.__version__}", hint)
         model = self._models.get(request.model or next(iter(self._models)))
         if model is None:
             hint = f"name one of {', '.join(self._models)}, or none: then it is the first"

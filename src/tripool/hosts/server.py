@@ -1,6 +1,6 @@
 """The process of a host that other hosts talk to: relays workers' messages, and serves blocks and models.
 
-A thread per connection. Nobody is heard who does not know the token; how many may try at once is bounded.
+A thread per connection. A peer that does not know the token is not heard; how many may try at once is bounded.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class HostServer:
                 end.close()
                 return
             if len(self._greeting) >= _MAX_GREETING:
-                # Whoever knows the token proves it within milliseconds: the oldest is the least likely to.
+                # Who knows the token proves it within milliseconds: the oldest is the least likely to.
                 oldest = next(iter(self._greeting))
                 del self._greeting[oldest]
                 with suppress(OSError):

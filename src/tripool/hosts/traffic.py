@@ -107,7 +107,7 @@ class LinkSchedule:
         return False
 
     def _count(self, now_s: float) -> None:
-        """Nobody saves more than a chunk: a share is one of the present."""
+        """No class saves more than a chunk: a share is one of the present."""
         passed_s = now_s - self._counted_s
         if passed_s <= 0.0:
             return

@@ -58,7 +58,7 @@ class Host(msgspec.Struct, frozen=True, array_like=True):
     roles: tuple[Role, ...] = ()
     """Of its workers."""
     links: Annotated[tuple[Address, ...], msgspec.Meta(max_length=MAX_LINKS)] = ()
-    """Its other addresses: whoever reaches them may use them beside the first."""
+    """Its other addresses: who reaches them may use them beside the first."""
     machine: Machine = Machine()
     ranks: dict[Name, Annotated[tuple[Small, ...], _HOSTS]] = {}
     """What it has of instances that are spread over hosts."""

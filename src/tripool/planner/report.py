@@ -152,7 +152,7 @@ def _band(goal: PlanGoal) -> Band:
 
 
 def sources_words(hardware: Hardware) -> str:
-    """How many numbers of a description nobody has published."""
+    """How many numbers of a description are not published anywhere."""
     assumed = sum(fact.kind == "assumed" for fact in hardware.facts.values())
     return (
         f"{assumed} of the {len(hardware.facts)} numbers that describe {hardware.title} are assumed, without a source"

@@ -304,7 +304,7 @@ def _managed_server(
         return serve(one)
 
     models = Models([serve(one) for one, _ in known.values()], manager)
-    following: list[asyncio.Task[None]] = []  # a task that nobody refers to may be collected
+    following: list[asyncio.Task[None]] = []  # a task without a reference may be collected
     for label, found in versioned.items():
         source = RegistrySource(found, lambda model: (_describe(model, config), model), serve_version)
         number = int(label.rpartition("@")[2])

@@ -53,7 +53,7 @@ def disk_of(gb: float, folder: Path | None, mark: str) -> Disk:
 
 def lasting_name(folder: Path) -> tuple[str, int]:
     """Of a member that finds its blocks in this folder again after its host has joined anew, and a locked file: as long
-    as it is open the name is nobody else's. Its name also decides which blocks it is asked for."""
+    as it is open no other has the name. Its name also decides which blocks it is asked for."""
     known = sorted(path.stem for path in folder.glob("*.name"))
     for name in (*known, f"cache-{secrets.token_hex(4)}"):
         lock = os.open(folder / f"{name}.name", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -49,7 +49,7 @@ _NO_KV_GB = 0.001
 _REACH_S = 10.0
 _ANYWHERE = ("0.0.0.0", "::")
 _SOMEWHERE = "192.0.2.1:9"
-"""An address that nobody has: the way there begins where others are, too."""
+"""An address that no host has: the way there begins where others are, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,8 +224,8 @@ def build_host(config: HostConfig, report: Report, *, child_options: Sequence[st
         stack.callback(folder.remove)
         way = _checked(joined.transfer, keys.trusted)
         machine, options = read_machine(), tuple(child_options)
-        told = (joined.role,), links, way, joined.second_copy, machine
-        own = OwnHost(name, keys.token, keys.trusted, address, config.join, members, *told)
+        rest = (joined.role,), links, way, joined.second_copy, machine
+        own = OwnHost(name, keys.token, keys.trusted, address, config.join, members, *rest)
         given = take_ranks(config.join, keys, joined.model, own.host, report) if joined.takes_ranks else Ranks()
         if given.ranks:
             own = msgspec.structs.replace(own, ranks={given.instance: given.ranks})

@@ -66,10 +66,10 @@ class JoinedCache:
 
 def _arithmetic(options: Sequence[str]) -> EngineConfig:
     """What `engine_argv` says of how numbers are computed."""
-    told = dict(pairwise(options))
+    options_given = dict(pairwise(options))
     return EngineConfig(
-        precision=told.get("--precision", ""),  # type: ignore[arg-type]
-        device=told.get("--device", ""),  # type: ignore[arg-type]
+        precision=options_given.get("--precision", ""),  # type: ignore[arg-type]
+        device=options_given.get("--device", ""),  # type: ignore[arg-type]
         mtp="--mtp" in options,
         exact="--exact" in options,
     )

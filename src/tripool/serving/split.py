@@ -215,7 +215,7 @@ def _plan(models: Sequence[str], config: EngineConfig, pools: SplitConfig) -> li
 
 
 def _stores(plans: Sequence[_ModelPlan], master: str, config: EngineConfig) -> dict[str, tuple[str, ...]]:
-    """What each member is told of the store."""
+    """What each member needs to know of the store."""
     own_address = reach_store(master) if master else ""
     found: dict[str, tuple[str, ...]] = {}
     for plan in plans:

@@ -56,7 +56,7 @@ class Made:
     """In the folder that it was given."""
     figures: Mapping[str, float] = field(default_factory=dict)
     spent: Sequence[str] = ()
-    """Files of its folder that nobody needs once it is done."""
+    """Files of its folder that are not needed once it is done."""
 
 
 def key_of(stage: str, settings: Mapping[str, Any], inputs: Mapping[str, str]) -> str:

@@ -238,7 +238,7 @@ class Run:
         assert self._server is not None
         server = self._server(url)
         state: dict[str, Any] | None = server.start(name, body)
-        heard_s, told = self._clock(), ""
+        heard_s, shown = self._clock(), ""
         while state is None or state["state"] not in _ENDED:
             self._sleep(_POLL_S)
             state = server.state(name)
@@ -253,8 +253,8 @@ class Run:
                 self._tell("canary: the server was restarted, or another canary was begun; once more")
                 state = server.start(name, body)
             line = f"canary: {state['state']}, {state.get('summary', '')}"
-            if line != told:
-                told = line
+            if line != shown:
+                shown = line
                 self._tell(line)
         return state
 

@@ -73,8 +73,8 @@ class Call:
             error: Mapping[str, Any] = json.loads(self._error)
         except ValueError:
             error = {"message": "internal server error; see the server's log"}
-        told = [(f"x-tripool-{name}", error.get(name)) for name in ("code", "hint", "param")]
-        trailing = [*self._shown, *((name, _ascii(value)) for name, value in told if value)]
+        parts = [(f"x-tripool-{name}", error.get(name)) for name in ("code", "hint", "param")]
+        trailing = [*self._shown, *((name, _ascii(value)) for name, value in parts if value)]
         status = _STATUS.get(self.status, grpc.StatusCode.INTERNAL)
         with suppress(TimeoutError):  # a client that reads nothing does not read this either
             async with asyncio.timeout(self._take_s):

@@ -1,7 +1,7 @@
 """The model's own output items of the last hour, in memory and bounded: what `item_reference` reads on a server that
 stores no responses.
 
-Some clients (Vercel's AI SDK) refer to earlier answers by id unless they are told not to. Nothing that a client sent
+Some clients (Vercel's AI SDK) refer to earlier answers by id unless their options forbid it. Nothing that a client sent
 is kept, nothing of a request with `store: false`, and an item is found by its tenant alone. Items go oldest first: when
 they are an hour old, and when there are too many bytes, from the tenant with most.
 """

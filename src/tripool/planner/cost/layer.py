@@ -40,7 +40,7 @@ def gemm_s(hardware: Hardware, params: float, rows: float, precision: str) -> fl
 
 
 def grouped_gemm_s(hardware: Hardware, params: float, rows: float, precision: str) -> float:
-    """Experts of `params` weights together, `rows` each: tiles and pipelines cost rows that nobody sent."""
+    """Experts of `params` weights together, `rows` each: tiles and pipelines cost rows that were not sent."""
     read_s = params * WEIGHT_BYTES[precision] / (hardware.hbm_bytes_per_s * hardware.grouped_memory_shares[precision])
     padded = max(hardware.gemm_tile, rows + hardware.gemm_rows)
     return max(read_s, 2.0 * params * padded / (hardware.flops[precision] * hardware.grouped_shares[precision]))
