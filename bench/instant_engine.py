@@ -51,7 +51,7 @@ class InstantEngine:
         self._grammars = GrammarCompiler(text, self._tokens.num_ids)
         self.name, self.text = name, text
         self.context_tokens = context_tokens
-        self.weight_bytes, self.kv_bytes = 0, 0
+        self.weight_bytes, self.kv_bytes, self.from_weight_cache = 0, 0, False
         self._max_running, self._block_tokens = max_running, block_tokens
         self._open: dict[str, _Running] = {}
         self._known_blocks: set[tuple[str, int, tuple[int, ...]]] = set()

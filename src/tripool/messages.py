@@ -31,7 +31,7 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 
 from tripool.core import Request, TokenEvent
-from tripool.errors import TripoolError
+from tripool.errors import InvalidRequest, TripoolError, error_of
 
 PROTOCOL = 3
 SUPERVISOR = "supervisor"
@@ -49,6 +49,28 @@ FileName = Annotated[str, msgspec.Meta(min_length=1, max_length=255, pattern=r"^
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
     pass
+
+
+class WireError(msgspec.Struct, frozen=True, array_like=True):
+    """A typed error on its way to another process."""
+
+    code: str
+    message: str
+    hint: str
+    retry_after_s: float | None = None
+    param: str | None = None
+
+    @classmethod
+    def of(cls, error: TripoolError) -> WireError:
+        param = error.param if isinstance(error, InvalidRequest) else None
+        return cls(error.code, error.message, error.hint, error.retry_after_s, param)
+
+    def error(self) -> TripoolError:
+        error = error_of(self.code, self.message, self.hint)
+        error.retry_after_s = self.retry_after_s
+        if isinstance(error, InvalidRequest):
+            error.param = self.param
+        return error
 
 
 class WorkerId(msgspec.Struct, frozen=True, array_like=True):

@@ -20,12 +20,11 @@ from tripool.fabric.gateway_wire import (
     Query,
     Resume,
     Submit,
-    WireError,
     read_from_gateway,
     read_to_gateway,
     read_to_standby,
 )
-from tripool.messages import PROTOCOL, WorkerId, encode
+from tripool.messages import PROTOCOL, WireError, WorkerId, encode
 from tripool.router.held import Held, HeldChoice
 from tripool.router.replica import Level, Record, Trouble
 from tripool.tenants import Limits, Tenant

@@ -60,7 +60,7 @@ class WeightCache:
         except NotPrivate as error:  # another user may have created it: the name is predictable
             hint = "remove it, or serve without --keep-models"
             raise ArenaError(f"no folder for packed weights: {error.message}", hint=hint) from error
-        self._folder, self.quota_bytes = folder, quota_bytes
+        self.folder, self.quota_bytes = folder, quota_bytes
         self._wait_s, self._clock, self._pause = wait_s, clock, pause
         self.counters = WeightCacheCounters()
 
@@ -88,7 +88,7 @@ class WeightCache:
         """Hold the lock of this key among all processes; the caller must look for the image again. False if it timed
         out.
         """
-        lock = os.open(self._folder / f"{key}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        lock = os.open(self.folder / f"{key}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             yield self._locked(lock)
         finally:
@@ -99,7 +99,7 @@ class WeightCache:
         self.counters.misses += 1
         room_bytes = self.quota_bytes if most_bytes is None else min(self.quota_bytes, most_bytes)
         try:
-            return WeightImageWriter(self._folder / f"{key}.unfinished", key, room_bytes)
+            return WeightImageWriter(self.folder / f"{key}.unfinished", key, room_bytes)
         except OSError as error:
             if error.errno not in _FULL:
                 raise
@@ -161,14 +161,14 @@ class WeightCache:
 
     def _sweep(self) -> None:
         """Remove unfinished files of dead writers."""
-        for path in self._folder.glob("*.unfinished"):
+        for path in self.folder.glob("*.unfinished"):
             with open(path.with_suffix(".lock"), "a") as lock, contextlib.suppress(BlockingIOError):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink(missing_ok=True)
 
     def _images(self) -> list[tuple[int, Path, int]]:
         found = []
-        for path in self._folder.glob("*.image"):
+        for path in self.folder.glob("*.image"):
             with contextlib.suppress(FileNotFoundError):
                 stat = path.stat()
                 found.append((stat.st_mtime_ns, path, stat.st_size))
@@ -187,4 +187,4 @@ class WeightCache:
                 self._pause(_POLL_S)
 
     def _path(self, key: str) -> Path:
-        return self._folder / f"{key}.image"
+        return self.folder / f"{key}.image"

@@ -14,6 +14,7 @@ from tripool.cli import (
     cache,
     chat,
     doctor,
+    engine,
     evaluate,
     explain,
     generate,
@@ -30,13 +31,13 @@ from tripool.cli import (
     topology,
     train,
 )
-from tripool.cli.options import Load
+from tripool.cli.options import TRIPOOL, Load
 from tripool.cli.terminal import load_model, print_error
 from tripool.errors import TripoolError
 
 
-def create_cli(load: Load = load_model) -> typer.Typer:
-    """`load` makes an engine from a model's name."""
+def create_cli(load: Load = load_model, program: Sequence[str] = TRIPOOL) -> typer.Typer:
+    """`load` makes an engine from a model's name; `program` starts a process with this command line."""
     app = typer.Typer(
         name="tripool",
         help="Serve mixture-of-experts language models.",
@@ -44,7 +45,8 @@ def create_cli(load: Load = load_model) -> typer.Typer:
         add_completion=False,
         pretty_exceptions_enable=False,
     )
-    for loading in (serve, chat, generate, batch):
+    serve.register(app, load, program)
+    for loading in (engine, chat, generate, batch):
         loading.register(app, load)
     plain = (
         bench, reproduce, models, plan, simulate, status, keys, cache, doctor, explain, processes, quantize, evaluate,
@@ -61,10 +63,10 @@ def create_cli(load: Load = load_model) -> typer.Typer:
     return app
 
 
-def main(argv: Sequence[str] | None = None, load: Load = load_model) -> None:
+def main(argv: Sequence[str] | None = None, load: Load = load_model, program: Sequence[str] = TRIPOOL) -> None:
     """Exits with 0, with 2 for an error that a user can fix, or with 130 after Ctrl-C (which typer handles)."""
     try:
-        create_cli(load)(args=argv)
+        create_cli(load, program)(args=argv)
     except TripoolError as error:
         print_error(error)
         sys.exit(2)

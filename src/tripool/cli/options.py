@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from functools import wraps
@@ -16,6 +17,8 @@ from tripool.engine_protocol import StepEngine
 
 Load = Callable[[str, EngineConfig], StepEngine]
 """From a model's name or path to an engine."""
+
+TRIPOOL = (sys.executable, "-m", "tripool")
 
 Model = Annotated[str, typer.Argument(help="A name that `tripool models` shows, or the path of a checkpoint.")]
 

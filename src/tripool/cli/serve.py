@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -22,7 +22,7 @@ from tripool.errors import InvalidRequest
 
 if TYPE_CHECKING:
     # Here, so that `tripool --help` does not import a web server.
-    from tripool.engine_protocol import StepEngine
+    from tripool.engine.wire import EngineReady
     from tripool.serving import ColocatedServer, SplitServer
     from tripool.serving.server import BuiltServer
     from tripool.serving.split import SplitConfig
@@ -83,7 +83,7 @@ CacheGb = Annotated[float | None, typer.Option(min=0, help="Of the cache pool; 0
 MemoryGb = Annotated[float | None, typer.Option(min=0.001, help="For several models together, weights and KV.")]
 
 
-def register(app: typer.Typer, load: Load) -> None:
+def register(app: typer.Typer, load: Load, program: Sequence[str]) -> None:
     @app.command()
     @engine_options()
     def serve(
@@ -146,7 +146,8 @@ def register(app: typer.Typer, load: Load) -> None:
                 ) as split_server:  # fmt: skip
                     _run_split(split_server, pools)
                 return
-            with _loading(load, models[0]) as (loader, progress):
+            own_process = config.device == "cuda"
+            with _loading(load_model if own_process else load, models[0]) as (loader, progress):
                 server = build_colocated(
                     models,
                     config,
@@ -155,6 +156,7 @@ def register(app: typer.Typer, load: Load) -> None:
                     weights=weights,
                     memory_gb=memory_gb,
                     load=loader,
+                    engine_command=(*program, "engine", *logs.argv()) if own_process else None,
                     progress=progress,
                 )
             with server:
@@ -238,7 +240,7 @@ def _run_split(server: SplitServer, pools: SplitConfig) -> None:
         raise KeyboardInterrupt
 
 
-def _engine_banner(url: str, engine: StepEngine) -> str:
+def _engine_banner(url: str, engine: EngineReady) -> str:
     sizes = f"weights {engine.weight_bytes / 1e6:,.0f} MB, KV {engine.kv_bytes / 1e6:,.0f} MB"
     return _banner(url, engine.name, engine.text, f"{sizes}, context {engine.context_tokens:,} tokens")
 

@@ -38,10 +38,9 @@ from tripool.fabric.gateway_wire import (
     Status,
     Submit,
     ToGateway,
-    WireError,
     read_from_gateway,
 )
-from tripool.messages import PROTOCOL, WorkerId
+from tripool.messages import PROTOCOL, WireError, WorkerId
 from tripool.router.fair_queue import MAX_LABELS, fairness, waiting_by_tenant
 
 _LOG = logging.getLogger("tripool.coordinator")

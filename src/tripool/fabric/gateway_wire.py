@@ -20,28 +20,10 @@ from typing import Literal
 import msgspec
 
 from tripool.core import Request, ServingStats, TokenEvent
-from tripool.errors import TripoolError, error_of
-from tripool.messages import Message, Natural, WorkerId, strictly
+from tripool.messages import Message, Natural, WireError, WorkerId, strictly
 from tripool.router.held import Held
 from tripool.router.replica import Record
 from tripool.tenants import Tenant
-
-
-class WireError(msgspec.Struct, frozen=True, array_like=True):
-    code: str
-    message: str
-    hint: str
-    retry_after_s: float | None = None
-
-    @classmethod
-    def of(cls, error: TripoolError) -> WireError:
-        return cls(error.code, error.message, error.hint, error.retry_after_s)
-
-    def error(self) -> TripoolError:
-        error = error_of(self.code, self.message, self.hint)
-        error.retry_after_s = self.retry_after_s
-        return error
-
 
 # ---- gateway to coordinator -----------------------------------------------------------------------------------------
 

@@ -1,4 +1,6 @@
-"""Assembles a server of one process: engines, admission control, access control and HTTP on one listening socket.
+"""Assembles a colocated server: engines, admission control, access control and HTTP on one listening socket.
+
+Prefill and decode share an engine, which a thread of this process drives; on a GPU it has a process of its own.
 
     with build_colocated(["tiny"]) as server:
         server.run()
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
@@ -19,7 +22,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from tripool.config import AdmissionConfig, EngineConfig, GatewayConfig
 from tripool.control.model_policy import ModelPolicy
+from tripool.engine.backend import EngineBackend
+from tripool.engine.process import EngineProcess
 from tripool.engine.thread import EngineThread
+from tripool.engine.wire import EngineReady, OpenEngine
 from tripool.engine_protocol import StepEngine
 from tripool.gateway.admission import AdmissionBackend
 from tripool.gateway.app import create_models_app
@@ -44,13 +50,14 @@ if TYPE_CHECKING:
     from tripool.checkpoints import Registered
 
 _CLOSE_S = 10.0
+_ENGINE_COMMAND = (sys.executable, "-m", "tripool", "engine")
 
 Load = Callable[[str, EngineConfig], StepEngine]
 """From a model's name or path to an engine."""
 
 
 class Engines(Protocol):
-    """The engines of a server: an `EngineThread`, or the `ModelManager` of several."""
+    """The engines of a server: an `EngineBackend`, or the `ModelManager` of several."""
 
     def end(self) -> None:
         """End open answers with an error, without blocking."""
@@ -60,7 +67,7 @@ class Engines(Protocol):
 
 
 class ColocatedServer(BuiltServer):
-    """A server whose engines run in this process. `run` also ends by SIGINT and SIGTERM."""
+    """A server that starts and ends its engines. `run` also ends by SIGINT and SIGTERM."""
 
     def __init__(
         self,
@@ -77,7 +84,7 @@ class ColocatedServer(BuiltServer):
     ) -> None:
         super().__init__(listener, grpc_address)
         self.models, self.access = models, access
-        self.engine: StepEngine | None = None
+        self.engine: EngineReady | None = None
         """Of a server with one model."""
         self.app = create_models_app(models, gateway, clock=clock, access=access)
         self.engines, self._on_ready = engines, [on_ready]
@@ -112,13 +119,17 @@ def build_colocated(
     weights: WeightCacheConfig | None = None,
     memory_gb: float | None = None,
     load: Load | None = None,
+    engine_command: Sequence[str] | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> ColocatedServer:
     """Bind the port, check access, load the first model. The first of `models` is the default.
 
     `memory_gb` bounds the weights and KV of all models together. `load` replaces the loading of checkpoints.
+    `engine_command` starts processes for the engines; without it they have them on a GPU only.
     """
     engine, gateway, weights = engine or EngineConfig(), gateway or GatewayConfig(), weights or WeightCacheConfig()
+    if engine_command is None and load is None and engine.device == "cuda":
+        engine_command = _ENGINE_COMMAND
     versioned = _versioned(models) if load is None else {}
     models = [versioned[one].pinned if one in versioned else one for one in models]
     several = len(models) > 1 or memory_gb is not None or bool(versioned)
@@ -131,12 +142,19 @@ def build_colocated(
         weight_cache = stack.enter_context(cached)
         opened = stack.enter_context(closing((access or AccessConfig()).open_for(listener)))
 
-        def open_engine(model: str) -> StepEngine:
+        def open_engine(model: str) -> _LoadedEngine:
+            if engine_command is not None:
+                cache = ("", 0) if weight_cache is None else (str(weight_cache.folder), weight_cache.quota_bytes)
+                opened = OpenEngine(model, engine, *cache, several)
+                process = EngineProcess(opened, engine_command, progress=progress)
+                return _LoadedEngine(process, process.ready)
             if load is not None:
-                return load(model, engine)
+                return _in_thread(load(model, engine))
             from tripool.engine.load import load_engine  # here: torch takes seconds to import
 
-            return load_engine(model, engine, progress=progress, weight_cache=weight_cache, shares_device=several)
+            return _in_thread(
+                load_engine(model, engine, progress=progress, weight_cache=weight_cache, shares_device=several)
+            )
 
         if several:
             budget = None if memory_gb is None else int(memory_gb * 2**30)
@@ -146,7 +164,7 @@ def build_colocated(
                 known, budget, open_engine, engine, listener, gateway, opened, by_number, grpc_address=grpc_address
             )
         else:
-            server = engine_server(
+            server = _one_model_server(
                 open_engine(models[0]),
                 listener,
                 gateway,
@@ -156,6 +174,29 @@ def build_colocated(
             )
         server.closing = stack.pop_all()
     return server
+
+
+@dataclass(frozen=True, slots=True)
+class _LoadedEngine:
+    """A `LoadedModel`: an engine and what drives it."""
+
+    backend: EngineBackend
+    facts: EngineReady
+
+    @property
+    def num_bytes(self) -> int:
+        return self.facts.weight_bytes + self.facts.kv_bytes
+
+    @property
+    def from_memory(self) -> bool:
+        return self.facts.from_weight_cache
+
+    def close(self, timeout_s: float) -> bool:
+        return self.backend.close(timeout_s)
+
+
+def _in_thread(engine: StepEngine, clock: Callable[[], float] = time.monotonic) -> _LoadedEngine:
+    return _LoadedEngine(EngineThread(engine, clock=clock), EngineReady.of(engine))
 
 
 # ---- one model ---------------------------------------------------------------------------------------------------
@@ -178,14 +219,41 @@ def engine_server(
 
     Without `access` the server is open to all that reach it, and `tenant_of` finds the limits of tenants.
     """
-    thread = EngineThread(engine, clock=clock)
+    return _one_model_server(
+        _in_thread(engine, clock),
+        listener,
+        gateway,
+        access=access,
+        slots=slots,
+        admission=admission,
+        tenant_of=tenant_of,
+        clock=clock,
+        limits=limits,
+        grpc_address=grpc_address,
+    )
+
+
+def _one_model_server(
+    loaded: _LoadedEngine,
+    listener: socket.socket,
+    gateway: GatewayConfig | None = None,
+    *,
+    access: Access | None,
+    slots: int | None,
+    admission: AdmissionConfig | None = None,
+    tenant_of: Callable[[str], Tenant] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    limits: ConnectionLimits | None = None,
+    grpc_address: str | None,
+) -> ColocatedServer:
+    engine = loaded.facts
     capacity = Capacity(slots=slots)
     tenant_of = access.tenant_named if access is not None else tenant_of
-    backend = AdmissionBackend(thread, admission, room=lambda: capacity, tenant_of=tenant_of)
+    backend = AdmissionBackend(loaded.backend, admission, room=lambda: capacity, tenant_of=tenant_of)
     models = Models([Served(engine.name, backend, Tokenizer(engine.text))])
     server = ColocatedServer(
         models,
-        thread,
+        loaded.backend,
         listener,
         gateway or GatewayConfig(),
         access=access,
@@ -217,18 +285,6 @@ class _Description:
     context_tokens: int
     num_bytes: int
     """Weights and KV, about."""
-
-
-@dataclass(frozen=True, slots=True)
-class _LoadedEngine:
-    """A `LoadedModel`: an engine and the thread that drives it."""
-
-    backend: EngineThread
-    num_bytes: int
-    from_memory: bool
-
-    def close(self, timeout_s: float) -> bool:
-        return self.backend.close(timeout_s)
 
 
 def _described(models: Sequence[str], config: EngineConfig) -> list[tuple[_Description, str]]:
@@ -263,7 +319,7 @@ def _numbered(name: str, models: Models) -> dict[int, Served]:
 def _managed_server(
     known: dict[str, tuple[_Description, str]],
     budget: int | None,
-    open_engine: Callable[[str], StepEngine],
+    open_engine: Callable[[str], _LoadedEngine],
     config: EngineConfig,
     listener: socket.socket,
     gateway: GatewayConfig,
@@ -277,8 +333,7 @@ def _managed_server(
     """
 
     def open_model(name: str) -> _LoadedEngine:
-        engine = open_engine(known[name][1])
-        return _LoadedEngine(EngineThread(engine), engine.weight_bytes + engine.kv_bytes, engine.from_weight_cache)
+        return open_engine(known[name][1])
 
     policy = ModelPolicy({name: one.num_bytes for name, (one, _) in known.items()}, budget)
     manager = ModelManager(policy, open_model)
