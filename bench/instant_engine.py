@@ -50,7 +50,7 @@ class InstantEngine:
         self._tokens = FakeTokens(text)
         self._grammars = GrammarCompiler(text, self._tokens.num_ids)
         self.name, self.text = name, text
-        self.context_tokens = context_tokens
+        self.context_tokens, self.step_tokens = context_tokens, 512
         self.weight_bytes, self.kv_bytes, self.from_weight_cache = 0, 0, False
         self._max_running, self._block_tokens = max_running, block_tokens
         self._open: dict[str, _Running] = {}

@@ -58,6 +58,8 @@ class StepEngine(BatchEngine, Protocol):
     """An engine that answers whole requests in one process."""
 
     text: TextFiles
+    step_tokens: int
+    """Tokens computed in one step at most."""
     weight_bytes: int
     kv_bytes: int
     from_weight_cache: bool

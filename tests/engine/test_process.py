@@ -1,4 +1,4 @@
-"""An engine in a process of its own, really started: the streams of `EngineThread`, and what the end of a process is."""
+"""An engine in a process of its own, really started: streams as of `EngineThread`, and what the end of a process is."""
 
 from __future__ import annotations
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 import threading
 from pathlib import Path
 
 import httpx
 import pytest
 
+from engine.fake_program import PROGRAM
 from tenants.serving import bearer, make_keys
 from tripool.config import EngineConfig, GatewayConfig
 from tripool.engine.fake import fake_text
 from tripool.engine.fake_paged import PagedFake
-from tripool.errors import CheckpointMissing
+from tripool.engine.process import EngineProcess
+from tripool.errors import CheckpointMissing, DeviceOutOfMemory
 from tripool.gateway.server import listen
 from tripool.serving import AccessConfig, build_colocated
 
@@ -47,3 +52,62 @@ def test_an_error_frees_what_was_opened(tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(CheckpointMissing):
             build_colocated(["nonsense"], gateway=gateway, access=access, load=load)
+
+
+OWN_PROCESS = (*PROGRAM, "engine")
+
+
+def test_an_engine_in_a_process_of_its_own_answers_and_its_death_is_seen(tmp_path: Path) -> None:
+    access = AccessConfig(tmp_path / "keys", open=True)
+    with (
+        build_colocated(
+            ["fake:step_ms=5,context=100000"], gateway=GatewayConfig(port=0), access=access, engine_command=OWN_PROCESS
+        ) as server,
+        server.running(),
+        httpx.Client(base_url=server.url, timeout=DEADLINE_S) as client,
+    ):
+        assert server.engine is not None and server.engine.name == "fake"
+        assert client.post("/v1/completions", json=BODY).json()["usage"]["completion_tokens"] == 3
+        assert client.get("/health").status_code == 200
+        assert "vllm:num_requests_running" in client.get("/metrics").text
+        endless = BODY | {"max_tokens": 90_000, "stream": True, "ignore_eos": True}
+        with client.stream("POST", "/v1/completions", json=endless) as answer:
+            lines = answer.iter_lines()
+            assert next(lines).startswith("data:")
+            assert isinstance(server.engines, EngineProcess)
+            os.kill(server.engines.pid, signal.SIGKILL)
+            assert any("engine_stopped" in line for line in lines)
+        assert client.get("/health").status_code == 503
+        assert client.post("/v1/completions", json=BODY).json()["error"]["code"] == "engine_stopped"
+
+
+def test_a_typed_error_of_the_engines_process_frees_what_was_opened(tmp_path: Path) -> None:
+    with listen("127.0.0.1", 0) as free:
+        gateway = GatewayConfig(port=free.getsockname()[1])
+    access = AccessConfig(tmp_path / "keys", open=True)
+    for _ in range(2):
+        with pytest.raises(DeviceOutOfMemory, match="lower --kv-gb"):
+            build_colocated(["small-device"], gateway=gateway, access=access, engine_command=OWN_PROCESS)
+
+
+@pytest.mark.prove
+def test_models_are_loaded_and_unloaded_in_processes_of_their_own(tmp_path: Path) -> None:
+    tripool = (sys.executable, "-m", "tripool", "engine")
+    config, access = EngineConfig(threads=1, kv_gb=0.1), AccessConfig(tmp_path / "keys", open=True)
+    with (
+        build_colocated(
+            ["tiny"], config, GatewayConfig(port=0), access=access, memory_gb=4.0, engine_command=tripool
+        ) as server,
+        server.running(),
+        httpx.Client(base_url=server.url, timeout=DEADLINE_S) as client,
+    ):
+        facts = []
+        for _ in range(2):
+            assert client.post("/v1/completions", json=BODY).json()["usage"]["completion_tokens"] == 3
+            facts.append(server.models.control.describe("tiny"))
+            held = server.engines.current("tiny")  # type: ignore[attr-defined]
+            assert client.post("/v1/models/unload", json={"model": "tiny"}).status_code == 200
+            with pytest.raises(ProcessLookupError):
+                os.kill(held.pid, 0)
+            assert client.post("/v1/models/load", json={"model": "tiny"}).status_code == 200
+        assert [one["from_model_cache"] for one in facts] == [False, True]

@@ -7,12 +7,14 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from tripool.checkpoints.base import Checkpoint
 from tripool.checkpoints.fetch import Progress, WheelModel, fetch, is_fetched
-from tripool.checkpoints.folder import FolderCheckpoint
 from tripool.checkpoints.registry import Registered, Registry, find
 from tripool.errors import CheckpointMissing, WrongDtype
+
+if TYPE_CHECKING:
+    from tripool.checkpoints.base import Checkpoint
 
 BUNDLED: Mapping[str, Path] = {"tiny": Path(__file__).parent / "bundled" / "tiny"}
 
@@ -51,14 +53,14 @@ def open_checkpoint(
     """A known name takes precedence over a folder of the same name; use `./tiny` for the folder."""
     if isinstance(name_or_path, str):
         if name_or_path in BUNDLED:
-            return FolderCheckpoint(BUNDLED[name_or_path], name=name_or_path)
+            return _folder(BUNDLED[name_or_path], name_or_path)
         if name_or_path in FETCHED:
             path = fetch(FETCHED[name_or_path], cache_dir or default_cache_dir(), progress)
             return _gguf(path, name_or_path)
     found = registered(name_or_path)
     path = Path(name_or_path).expanduser() if found is None else found.version().path
     if path.is_dir():
-        return FolderCheckpoint(path)
+        return _folder(path)
     if path.suffix == ".gguf" and path.is_file():
         return _gguf(path)
     if path.is_file():
@@ -98,7 +100,7 @@ def locate(name_or_path: str | Path, *, cache_dir: Path | None = None) -> Path |
 def list_models(cache_dir: Path | None = None) -> list[ModelEntry]:
     """Every known name; sizes of local models come from their headers."""
     cache_dir = cache_dir or default_cache_dir()
-    entries = [_present(name, FolderCheckpoint(path, name=name)) for name, path in BUNDLED.items()]
+    entries = [_present(name, _folder(path, name)) for name, path in BUNDLED.items()]
     for name, model in FETCHED.items():
         path = model.path(cache_dir)
         if is_fetched(model, cache_dir):
@@ -112,6 +114,12 @@ def list_models(cache_dir: Path | None = None) -> list[ModelEntry]:
             version = registry.version(name, number)
             entries.append(_present(version.label, open_checkpoint(version.path)))
     return entries
+
+
+def _folder(path: Path, name: str | None = None) -> Checkpoint:
+    from tripool.checkpoints.folder import FolderCheckpoint  # here: torch takes seconds to import
+
+    return FolderCheckpoint(path, name=name)
 
 
 def _gguf(path: Path, name: str | None = None) -> Checkpoint:

@@ -59,7 +59,7 @@ class PagedFake(Paged):
         scheduler = Scheduler(scheduling, model=name, context_tokens=context_tokens)
         vocab = self._tokens.num_ids
         super().__init__(scheduler, text, name=name, vocab=vocab, max_running=max_running, clock=clock)
-        self._wait = wait
+        self._wait, self.step_tokens = wait, step_tokens
         self.block_bytes = block_tokens * _SLOT_BYTES
         self.weight_bytes, self.kv_bytes = 0, num_blocks * self.block_bytes
         self._kv = memoryview(bytearray(self.kv_bytes))

@@ -19,7 +19,7 @@ _FULL_ROWS = 256
 GPUs from the A100 (156) to the H100 (295)."""
 CPU_STEP_TOKENS = 512
 """More would make running answers wait for longer."""
-_LEAST_STEP_TOKENS, _MOST_STEP_TOKENS = 2048, 8192
+_LEAST_STEP_TOKENS, MOST_STEP_TOKENS = 2048, 8192
 _TOKENS_PER_GB = 64
 """Of a device's memory: activations of a step stay a few per cent of it."""
 
@@ -75,7 +75,7 @@ def default_step_tokens(total_bytes: int, experts: int = 1, top_k: int = 1) -> i
     power of two, within what the device's memory takes. More would only make the steps longer that decoding
     sequences wait for."""
     wanted = max(_LEAST_STEP_TOKENS, _FULL_ROWS * experts // top_k)
-    most = min(_MOST_STEP_TOKENS, max(_LEAST_STEP_TOKENS, _TOKENS_PER_GB * total_bytes // 2**30))
+    most = min(MOST_STEP_TOKENS, max(_LEAST_STEP_TOKENS, _TOKENS_PER_GB * total_bytes // 2**30))
     return min(1 << (wanted - 1).bit_length(), 1 << (most.bit_length() - 1))
 
 

@@ -77,13 +77,14 @@ class EngineReady(Message, frozen=True):
     name: str
     text: TextFiles
     context_tokens: int
+    step_tokens: int
     weight_bytes: int
     kv_bytes: int
     from_weight_cache: bool
 
     @classmethod
     def of(cls, engine: StepEngine) -> EngineReady:
-        sizes = engine.context_tokens, engine.weight_bytes, engine.kv_bytes
+        sizes = engine.context_tokens, engine.step_tokens, engine.weight_bytes, engine.kv_bytes
         return cls(engine.name, engine.text, *sizes, engine.from_weight_cache)
 
 

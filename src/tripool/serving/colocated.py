@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Protocol
 from tripool.config import AdmissionConfig, EngineConfig, GatewayConfig
 from tripool.control.model_policy import ModelPolicy
 from tripool.engine.backend import EngineBackend
+from tripool.engine.memory import CPU_STEP_TOKENS, MOST_STEP_TOKENS
 from tripool.engine.process import EngineProcess
 from tripool.engine.thread import EngineThread
 from tripool.engine.wire import EngineReady, OpenEngine
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
     from tripool.checkpoints import Registered
 
 _CLOSE_S = 10.0
+_QUEUE_STEPS, _AHEAD_STEPS = 512, 4
+"""Full steps whose tokens may wait for admission, and be admitted without a first token."""
 _ENGINE_COMMAND = (sys.executable, "-m", "tripool", "engine")
 
 Load = Callable[[str, EngineConfig], StepEngine]
@@ -195,6 +198,16 @@ class _LoadedEngine:
         return self.backend.close(timeout_s)
 
 
+def _admission(step_tokens: int) -> AdmissionConfig:
+    """Bounds that follow how fast the engine is, of which the tokens of a step are a measure: 512 on a CPU.
+
+    An engine that submits a step before the last one is settled needs the prompts of two more while a first token is on
+    its way to admission control and the next prompt back."""
+    usual = AdmissionConfig()
+    queue_tokens = max(usual.queue_tokens, _QUEUE_STEPS * step_tokens)
+    return AdmissionConfig(queue_tokens=queue_tokens, wide_tokens=max(usual.wide_tokens, _AHEAD_STEPS * step_tokens))
+
+
 def _in_thread(engine: StepEngine, clock: Callable[[], float] = time.monotonic) -> _LoadedEngine:
     return _LoadedEngine(EngineThread(engine, clock=clock), EngineReady.of(engine))
 
@@ -247,7 +260,7 @@ def _one_model_server(
     grpc_address: str | None,
 ) -> ColocatedServer:
     engine = loaded.facts
-    capacity = Capacity(slots=slots)
+    capacity, admission = Capacity(slots=slots), admission or _admission(engine.step_tokens)
     tenant_of = access.tenant_named if access is not None else tenant_of
     backend = AdmissionBackend(loaded.backend, admission, room=lambda: capacity, tenant_of=tenant_of)
     models = Models([Served(engine.name, backend, Tokenizer(engine.text))])
@@ -342,10 +355,12 @@ def _managed_server(
     began_s = time.monotonic()
     manager.add(first, open_model(first), time.monotonic() - began_s)
     rate_limiter, capacity = RateLimiter(), Capacity(slots=config.max_running)
+    admission = _admission(config.step_tokens or (MOST_STEP_TOKENS if config.device == "cuda" else CPU_STEP_TOKENS))
 
     def serve(one: _Description) -> Served:
         backend = AdmissionBackend(
             ManagedBackend(manager, one.name, one.context_tokens),
+            admission,
             rate_limiter=rate_limiter,
             room=lambda: capacity,
             tenant_of=access.tenant_named,
