@@ -107,9 +107,9 @@ def first_by_room(calls: Iterable[str]) -> list[str]:
 def test_the_first_call_into_each_room_is_found() -> None:
     calls = [
         "tripool.core:Request.stop_ids",
-        "tripool.engine.thread:EngineThread.context_tokens",
+        "tripool.engine.backend:EngineBackend.alive",
         "tripool.cache.records:__create_fn__.__init__",
-        "tripool.engine.thread:EngineThread.stream",
+        "tripool.engine.backend:EngineBackend.stream",
         "tripool.engine.paged:Paged.add",
         "tripool.cache.blocks:BlockPool.match",
     ]

@@ -2,8 +2,8 @@
 
     python3 bench/gpu/http_ours.py SHAPE KIND --port PORT [--max-running 256] [--step-tokens 4096] [--small]
 
-KIND: bf16, fp8 or int8. `--small`: narrow shapes, on a CPU. Without a port, further arguments are those of `tripool`: so
-the server starts the process of its engine.
+KIND: bf16, fp8 or int8. `--small`: narrow shapes, on a CPU. Without a port, further arguments are those of `tripool`:
+so the server starts the process of its engine.
 """
 
 from __future__ import annotations
