@@ -155,6 +155,16 @@ def test_errors_of_a_request_come_as_they_are(shared):
     assert shared.stats().running == 0
 
 
+def test_a_signal_to_end_is_for_the_server(shared):
+    async def send():
+        async with aclosing(shared.stream(request("r", max_tokens=20))) as events:
+            first = await anext(events)
+            os.kill(shared.pid, signal.SIGTERM)
+            return [first, *[event async for event in events]]
+
+    assert len(run(send())) == 20
+
+
 def test_a_killed_process_ends_every_stream(caplog):
     async def kill(engine):
         tasks = [asyncio.ensure_future(collect(engine, request(f"r{i}"))) for i in range(3)]

@@ -179,7 +179,12 @@ class EngineProcess(EngineBackend):
 
 
 def run_engine(channel: StreamChannel, load: Load) -> None:
-    """Load the engine that the server names, and drive it until the server stops it or is gone."""
+    """Load the engine that the server names, and drive it until the server stops it or is gone.
+
+    Signals to end are for the server, which drains its answers first; a service manager sends them to all processes.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(channel,), name="tripool-server-gone", daemon=True).start()
     opened = read_to_engine(channel.receive(None)[0])
     assert isinstance(opened, OpenEngine)
@@ -220,6 +225,6 @@ class _Commands:
 
 
 def _end_with(channel: StreamChannel) -> None:
-    """Also while a model is loaded or a step hangs."""
+    """Also while a model is loaded or a step hangs. Nothing is to be cleaned up: the weight cache survives a kill."""
     channel.wait_closed()
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGKILL)
