@@ -3,7 +3,7 @@
     python bench/launching_engine.py LAUNCHES LAUNCH_US STEP_MS thread|process [tripool arguments]
 
 A step holds the interpreter's lock for LAUNCH_US, gives it up as a launch does, LAUNCHES times; then it waits for its
-device, without the lock, until STEP_MS after its begin. `process`: the engine has a process of its own.
+device, without the lock, until STEP_MS after the last step. `process`: the engine has a process of its own.
 """
 
 from __future__ import annotations
@@ -25,17 +25,20 @@ class LaunchingEngine(InstantEngine):
     def __init__(self, num_launches: int, launch_s: float, step_s: float) -> None:
         super().__init__(fake_text(), context_tokens=10**6, max_running=4096)
         self._num_launches, self._launch_s, self._step_s = num_launches, launch_s, step_s
+        self._due_s = 0.0
+        """When the device ends its step: it begins the next one at once, or when that is launched."""
         self._nowhere = os.open(os.devnull, os.O_WRONLY)
 
     def step(self) -> list[TokenEvent]:
-        until_s = time.perf_counter() + self._step_s
         for _ in range(self._num_launches):
             launched_s = time.perf_counter() + self._launch_s
             while time.perf_counter() < launched_s:
                 pass
             os.write(self._nowhere, b"x")  # a system call of a microsecond, without the lock
-        time.sleep(max(0.0, until_s - time.perf_counter()))
-        return super().step()
+        events = super().step()
+        time.sleep(max(0.0, self._due_s - time.perf_counter()))
+        self._due_s = max(self._due_s, time.perf_counter()) + self._step_s
+        return events
 
     def _advance(self, running: _Running, choice: int) -> TokenEvent:
         """Any token: to choose one by hashes, as the fake engine does, would take as long as what is measured."""
