@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tripool.local_channel import MAX_MESSAGE_BYTES, LocalChannel
+from tripool.local_channel import MAX_MESSAGE_BYTES, LocalChannel, StreamChannel
 
 
 @pytest.fixture
@@ -55,3 +55,45 @@ def test_channels_may_share_a_buffer_and_nothing_listens_nowhere(tmp_path: Path)
             assert channel.receive() == text and shared[:3] == text
             channel.close()
     assert LocalChannel.connect(tmp_path / "nobody") is None
+
+
+def pair() -> tuple[StreamChannel, StreamChannel]:
+    one, end = StreamChannel.pair()
+    return one, StreamChannel(end)
+
+
+def test_a_stream_keeps_the_borders_of_messages_of_any_size() -> None:
+    one, other = pair()
+    assert other.receive() == [] and other.receive(0.001) == []
+    sent = [b"", b"small", bytes(300_000), b"x" * 5_000_000, b"last"]
+    for message in sent:
+        one.send_soon(message)  # more than the system takes at once: the rest waits in order
+    received: list[bytes] = []
+    while len(received) < len(sent):
+        more = other.receive(60.0)
+        assert more, "nothing came in time"
+        received += more
+    assert received == sent
+    other.send(b"answer")
+    other.close()
+    assert one.receive(60.0) == [b"answer"], "what was sent before the end arrives"
+    with pytest.raises(ConnectionError):
+        one.receive(None)
+    one.wait_closed()
+    one.send_soon(b"too late: receive says so")
+    one.close()
+
+
+def read_all(channel: StreamChannel) -> None:
+    while channel.receive(60.0):
+        pass
+
+
+def test_a_stream_that_is_not_read_is_not_waited_for_and_can_be_closed() -> None:
+    one, other = pair()
+    for _ in range(100):
+        one.send_soon(bytes(100_000))
+    one.close()
+    with pytest.raises(ConnectionError):
+        read_all(other)
+    other.close()

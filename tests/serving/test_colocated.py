@@ -13,13 +13,14 @@ import pytest
 
 from engine.fake_program import PROGRAM
 from tenants.serving import bearer, make_keys
-from tripool.config import EngineConfig, GatewayConfig
+from tripool.config import AdmissionConfig, EngineConfig, GatewayConfig
 from tripool.engine.fake import fake_text
 from tripool.engine.fake_paged import PagedFake
 from tripool.engine.process import EngineProcess
 from tripool.errors import CheckpointMissing, DeviceOutOfMemory
 from tripool.gateway.server import listen
 from tripool.serving import AccessConfig, build_colocated
+from tripool.serving.colocated import _admission
 
 DEADLINE_S = 60.0
 BODY = {"prompt": "hello", "max_tokens": 3}
@@ -111,3 +112,9 @@ def test_models_are_loaded_and_unloaded_in_processes_of_their_own(tmp_path: Path
                 os.kill(held.pid, 0)
             assert client.post("/v1/models/load", json={"model": "tiny"}).status_code == 200
         assert [one["from_model_cache"] for one in facts] == [False, True]
+
+
+def test_admission_lets_more_wait_before_an_engine_of_larger_steps() -> None:
+    assert _admission(512) == AdmissionConfig(), "a CPU's"
+    large = _admission(4096)
+    assert (large.queue_tokens, large.wide_tokens) == (2_097_152, 16_384)
