@@ -84,7 +84,7 @@ class LocalChannel:
 
 
 _LENGTH = struct.Struct("<I")
-_READ_BYTES = 2**16
+_READ_BYTES, _SEND_BYTES = 2**16, 2**20
 
 
 class StreamChannel:
@@ -92,6 +92,8 @@ class StreamChannel:
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(True)
+        # As much as the system allows: a peer that pauses for some messages holds up nothing here.
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
         self._end = end
         self._readable = select.poll()
         self._readable.register(end, select.POLLIN)

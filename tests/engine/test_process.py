@@ -175,6 +175,7 @@ def test_a_killed_process_ends_every_stream(caplog):
         with pytest.raises(EngineStopped):
             await collect(engine, request("later"))
         assert not engine.alive
+        await until(lambda: engine.stats().running == 0)
 
     with process(SLOW) as engine:
         run(kill(engine))

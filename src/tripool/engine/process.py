@@ -23,6 +23,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import msgspec
 
@@ -156,6 +157,7 @@ class EngineProcess(EngineBackend):
         finally:
             was_alive = self.alive
             self._end(why)
+            self._latest = replace(self._latest, running=0, waiting=0, kv_usage=0.0, held_by="")  # counters stay
             how = self._how_it_ended()
             if was_alive:
                 _LOG.error("engine process ended", extra={"engine": self.name, "child_pid": self.pid, "how": how})
