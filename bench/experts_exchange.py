@@ -6,7 +6,7 @@
 
 | row | number |
 |---|---|
-| exchange | a layer without shared expert over 32 rows, all experts on an idle rank, less the same on the rank itself |
+| exchange | a layer over 32 rows, all experts on an idle rank, less the same on the rank itself, less the copies |
 | busy rank | 99th percentile of the same layer with one row, while the other rank runs Python, or its own steps |
 | share | a step with an exchange of one rank, which sends and waits for nothing, beside the same step without |
 | dispatch and combine | of two ranks, beside a step: its layers times the exchange above, with a rank's rows |
@@ -14,8 +14,10 @@
 | microbatches | the same two ranks, steps computed as two microbatches against as one batch |
 | prompt | time of a prompt of 2,000 tokens that two ranks of one thread compute together, against one of them alone |
 
-Rows travel in place: the source quantises them into its slab and reads the answers where they were computed, so an
-exchange has no copies of its own to subtract. Its row is measured on a layer of the model's sizes with random weights
+Rows travel in place: the source quantises them into its slab and reads the answers where they were computed. What is
+copied all the same are cache lines between two cores: the rows in 8 bits, and one float32 row for each (row, choice).
+That is measured apart, as copies of as many bytes into and out of memory that both processes share, less the same
+copies by a core that has the lines. The exchange is measured on a layer of the model's sizes with random weights
 and no shared expert: there a rank does nothing else while it waits, so all but the experts' own time is the exchange's.
 
 The floor of two ranks follows from what a step reads: everything that is no expert's once per rank and so with one
@@ -51,7 +53,7 @@ from tripool.experts.prompt_layout import PromptLayout
 from tripool.experts.slabs import attach_slabs, create_slabs
 from tripool.kernels.cpu8.exchange import MICROBATCH_ROWS
 
-SLAB_ROWS = 256
+SLAB_ROWS, COPIES = 256, 300
 EXCHANGE_US, BUSY_US = 30.0, 300.0
 BUSY_SINCE_S = 0.5
 SHARE, SHARED_BY = 1.10, (8, 32)
@@ -100,8 +102,10 @@ class Bench:
                 each = [[statistics.median(layer_us(num_rows, holder)) for holder in (0, 1)] for _ in range(3)]
                 own, remote = (statistics.median(column) for column in zip(*each, strict=True))
                 self._beyond_us[num_rows] = remote - own
-        note = f"{remote:.0f} against {own:.0f} us with its own experts"
-        rows = [bound("exchange of 32 rows, beyond the experts' own time", self._beyond_us[32], EXCHANGE_US, note)]
+            copies = self.copies_us(pair)
+        note = f"{remote:.0f} us, {own:.0f} with its own experts, {copies:.0f} of copies between the cores"
+        name = "exchange of 32 rows, beyond the experts' own time and the copies"
+        rows = [bound(name, self._beyond_us[32] - copies, EXCHANGE_US, note)]
         with self.ranks(2) as pair:
             layer_us = timed_layer(*pair, count)
             for kind in ("idle", "python", "steps"):
@@ -114,6 +118,23 @@ class Bench:
                 p50, p99 = (taken[int(len(taken) * share)] for share in (0.5, 0.99))
                 rows.append(bound(f"one row, other rank: {kind}, p99", p99, BUSY_US, f"median {p50:.0f} us"))
         return rows
+
+    def copies_us(self, pair: Sequence[Worker]) -> float:
+        """What 32 rows and their answers cost as cache lines that move from core to core, both ways."""
+        sizes = ask(pair[0], "shape")["layout"]
+        rows, answers = 32 * sizes["hidden"], 32 * sizes["top_k"] * sizes["hidden"] * 4
+        us = 0.0
+        for num_bytes, (writer, reader) in ((rows, tuple(pair)), (answers, (pair[1], pair[0]))):
+            path = self._folder / f"copies{num_bytes}"
+            path.write_bytes(bytes(num_bytes))
+            shared = {"path": str(path), "num_bytes": num_bytes}
+            took = []
+            for _ in range(COPIES):
+                turns = (ask(writer, "copy_us", into=True, **shared), ask(reader, "copy_us", into=False, **shared))
+                took.append([turn["first_us"] - turn["again_us"] for turn in turns])
+            us += sum(statistics.median(column) for column in zip(*took, strict=True))
+            path.unlink()
+        return us
 
     def share(self, repetitions: int) -> list[Row]:
         """One rank over its exchange against the same process without it."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from tripool import LLM, SamplingParams
@@ -47,6 +48,8 @@ class Rank:
         self._prompts: NativePrompts | None = None
         self._exchange: NativeExchange | None = None
         self._layout: Layout | None = None
+        self._copies: dict[str, tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]] = {}
+        """By file: its memory, and as many bytes of this process."""
         self._stop = threading.Event()
         self._busy: threading.Thread | None = None
 
@@ -114,6 +117,20 @@ class Rank:
             layer(y)
             took.append((time.perf_counter_ns() - began_ns) / 1000)
         return {"us": took}
+
+    def copy_us(self, path: str, num_bytes: int, into: bool) -> dict[str, Any]:
+        """us of a copy into shared memory or out of it, and of the same copy right after: where the other rank's core
+        had the lines, the first one fetches them."""
+        if path not in self._copies:
+            self._copies[path] = np.memmap(path, np.uint8, "r+", shape=(num_bytes,)), np.ones(num_bytes, np.uint8)
+        shared, private = self._copies[path]
+        target, source = (shared, private) if into else (private, shared)
+        took = []
+        for _ in range(2):
+            began_ns = time.perf_counter_ns()
+            np.copyto(target, source)
+            took.append((time.perf_counter_ns() - began_ns) / 1000)
+        return {"first_us": took[0], "again_us": took[1]}
 
     def keep_busy(self, kind: str) -> dict[str, Any]:
         """Until `rest`: Python that holds the interpreter, or steps."""

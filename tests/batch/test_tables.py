@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from batch.tables import OPTIONS, PROMPT, answers, bad_rows, questions, run, whole, with_bad_ones, write_lines, written
-from gateway.serving import WatchedEngine, running_server
+from gateway.serving import DEADLINE_S, WatchedEngine, running_server
 from tripool.batch import LocalModel, Partitioning, ServedModel, TableJob, run_table
 from tripool.batch.answerers import LocalAnswerer
 from tripool.batch.ask import Asker
 from tripool.batch.job import Asked, BadTable, OtherRun, Reply
 from tripool.config import AdmissionConfig
-from tripool.core import SamplingParams
+from tripool.core import SamplingParams, TokenEvent
 from tripool.engine.fake import fake_text
 from tripool.engine.fake_paged import PagedFake
 from tripool.errors import InvalidRequest, TripoolError
@@ -202,6 +205,23 @@ def test_rows_in_memory_are_bounded(tmp_path: Path) -> None:
     assert model.most <= 8 and model.ahead < 1024
 
 
+def refuses(http: httpx.Client) -> bool:
+    return 'requests_refused_total{code="overloaded"' in http.get("/metrics").text
+
+
+class Overloaded(WatchedEngine):
+    """Computes nothing until the server has refused a request."""
+
+    refused: Callable[[], bool] = staticmethod(lambda: False)
+
+    def step(self) -> list[TokenEvent]:
+        deadline_s = time.monotonic() + DEADLINE_S
+        while not self.refused():
+            assert time.monotonic() < deadline_s, "no request was refused"
+        self.refused = lambda: True
+        return super().step()
+
+
 def test_a_server_gives_the_answers_of_the_model(tmp_path: Path) -> None:
     """Though it refuses requests that are too many, and is asked for more than it queues."""
     path = write_lines(tmp_path / "in.jsonl", with_bad_ones(60, 15))
@@ -209,11 +229,13 @@ def test_a_server_gives_the_answers_of_the_model(tmp_path: Path) -> None:
         out = tmp_path / str(len(list(tmp_path.iterdir())))
         local = run(path, out / "local", **fields)
         admission = AdmissionConfig(queue_tokens=150)
-        with running_server(engine=WatchedEngine(max_running=4), admission=admission) as server:
+        engine = Overloaded(max_running=4)
+        with running_server(engine=engine, admission=admission) as server:
+            engine.refused = partial(refuses, server.http)
             given: dict[str, Any] = {"prompt": PROMPT, "sampling": OPTIONS} | fields
             job = TableJob(inputs=(str(path),), out=str(out / "served"), **given)
             assert run_table(job, ServedModel(server.server.url, at_once=16)) == local
-            assert 'requests_refused_total{code="overloaded"' in server.http.get("/metrics").text
+            assert refuses(server.http)
         assert written(out / "served") == written(out / "local")
         places = [[(row["file"], row["row"]) for row in bad_rows(out / kind)] for kind in ("local", "served")]
         assert places[0] == places[1]
