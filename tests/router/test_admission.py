@@ -173,6 +173,19 @@ def test_the_queue_is_bounded_in_tokens() -> None:
     assert admitted(admission.arrive(arrival("long again", 10_000), 1.0)), "alone, anything fits"
 
 
+def test_without_an_objective_only_what_probably_waits_too_long_is_refused() -> None:
+    admission = taught(new_admission(wide_tokens=100))
+    for _ in range(100):
+        admission.predictor.trust.learn(1.0, 4.0)  # what was predicted took four times as long
+    for number in range(200):  # 20 s of work
+        assert not refusals(admission.arrive(arrival(f"before-{number}"), 100.0)), number
+    (strict,) = refusals(admission.arrive(arrival("strict", ttft_ms=60_000), 100.0))
+    assert isinstance(strict.error, TtftUnreachable)
+    assert refusals(admission.arrive(arrival("any"), 100.0)) == []
+    most = next(number for number in range(10_000) if refusals(admission.arrive(arrival(f"more-{number}"), 100.0)))
+    assert 390 <= most <= 410, "60 s of work"
+
+
 def test_a_flood_does_not_fill_the_queue_for_others() -> None:
     admission = new_admission(queue_tokens=10_000, wide_tokens=100)
     flood = tenant("flood")

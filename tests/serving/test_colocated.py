@@ -112,6 +112,12 @@ def test_models_are_loaded_and_unloaded_in_processes_of_their_own(tmp_path: Path
                 os.kill(held.pid, 0)
             assert client.post("/v1/models/load", json={"model": "tiny"}).status_code == 200
         assert [one["from_model_cache"] for one in facts] == [False, True]
+        os.kill(server.engines.current("tiny").pid, signal.SIGKILL)  # type: ignore[attr-defined]
+        assert client.post("/v1/completions", json=BODY).json()["error"]["code"] == "engine_stopped"
+        assert client.get("/health").status_code == 503
+        for verb in ("unload", "load"):
+            assert client.post(f"/v1/models/{verb}", json={"model": "tiny"}).status_code == 200
+        assert client.post("/v1/completions", json=BODY).json()["usage"]["completion_tokens"] == 3
 
 
 def test_admission_lets_more_wait_before_an_engine_of_larger_steps() -> None:

@@ -307,15 +307,15 @@ class AdmissionController:
         predicted_s, ttft_ms = pending.predicted_s, pending.arrival.slo.ttft_ms
         if predicted_s is None or (not self._prefilling and not len(self.queue)):
             return None
-        safe_s = self.predictor.safe_s(predicted_s)
-        bound_s = self._config.max_wait_s if ttft_ms is None else ttft_ms / 1e3
-        if safe_s <= bound_s:
-            return None
-        wait_s = safe_s - bound_s
         if ttft_ms is None:
-            return Overloaded(f"the first token would take about {safe_s:.0f} s", retry_after_s=wait_s)
+            # Nothing was promised: it is refused if it probably waits for nothing, not if it possibly does.
+            wait_s = predicted_s - self._config.max_wait_s
+            message = f"the first token would take about {predicted_s:.0f} s"
+            return Overloaded(message, retry_after_s=wait_s) if wait_s > 0 else None
+        safe_s = self.predictor.safe_s(predicted_s)
+        wait_s = safe_s - ttft_ms / 1e3
         message = f"the first token would take up to {safe_s * 1e3:.0f} ms, and the limit is {ttft_ms:g} ms"
-        return TtftUnreachable(message, retry_after_s=wait_s)
+        return TtftUnreachable(message, retry_after_s=wait_s) if wait_s > 0 else None
 
     def _latest_start_s(self, pending: PendingRequest) -> float:
         """The last moment at which prefill can begin in time."""
