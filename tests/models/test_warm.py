@@ -136,7 +136,7 @@ def test_it_outlives_whatever_it_came_from(weight_cache):
     warm = load_warm("tiny", CPU8, weight_cache).network
     (key,) = weight_cache.sizes()
     assert not weight_cache.remove(key)
-    (next(iter(Path(weight_cache._folder).glob("*.image")))).unlink()
+    (next(iter(Path(weight_cache.folder).glob("*.image")))).unlink()
     assert same(warm, load_warm("tiny", CPU8, None).network)
 
 

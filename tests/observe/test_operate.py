@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-import tripool.engine.thread
+import tripool.engine.driver
 from tripool.engine import paged
 from tripool.observe import checks
 from tripool.prefill import scheduler
@@ -28,7 +28,7 @@ def test_every_check_is_on_the_page_and_every_name_there_is_a_check():
 
 def test_every_limit_is_on_the_page_and_every_name_there_is_a_limit():
     named = table("| held back by |")
-    code = "".join(source(module) for module in (paged, scheduler, placing, placement_trace, tripool.engine.thread))
+    code = "".join(source(module) for module in (paged, scheduler, placing, placement_trace, tripool.engine.driver))
     for limit in named:
         words = limit.replace("there is no ... worker", "there is no {role} worker")
         assert words in code, limit

@@ -344,8 +344,8 @@ def rates_are_looked_at_and_never_charged(patch: pytest.MonkeyPatch) -> None:
 
 
 @bug("refused although there was room")
-def every_promise_is_thought_impossible(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(TtftPredictor, "safe_s", lambda self, predicted_s: 1e9)
+def every_first_token_is_expected_too_late(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(TtftPredictor, "predict_s", lambda self, *args, **named: 1e9)
 
 
 @bug("decided about twice|admission has lost a request|refused, and still pending")
