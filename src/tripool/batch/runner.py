@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -143,10 +144,10 @@ class BatchRunner:
             except TripoolError as error:  # the disk is full, say: lines under way go on, and it is tried again
                 _LOG.error("batches wait", extra={"code": error.code, "why": str(error)})
                 await asyncio.sleep(1.0)
-            try:
-                await asyncio.wait_for(self._wake.wait(), _WRITE_S if self._answers else _TICK_S)
-            except TimeoutError:
-                continue
+            # Not `wait_for`: in Python 3.11 it loses a cancellation that comes in the moment in which the event is set.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_WRITE_S if self._answers else _TICK_S):
+                    await self._wake.wait()
 
     async def _look(self) -> None:
         """New, cancelled and expired batches."""
