@@ -16,8 +16,8 @@
 
 Rows travel in place: the source quantises them into its slab and reads the answers where they were computed. What is
 copied all the same are cache lines between two cores: the rows in 8 bits, and one float32 row for each (row, choice).
-That is measured apart, as copies of as many bytes into and out of memory that both processes share, less the same
-copies by a core that has the lines. The exchange is measured on a layer of the model's sizes with random weights
+That is measured apart: two processes hand over as many bytes in turns, and each copy is compared with the same one by a
+core that has the lines. The exchange is measured on a layer of the model's sizes with random weights
 and no shared expert: there a rank does nothing else while it waits, so all but the experts' own time is the exchange's.
 
 The floor of two ranks follows from what a step reads: everything that is no expert's once per rank and so with one
@@ -37,6 +37,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -45,7 +46,7 @@ import numpy as np
 import numpy.typing as npt
 
 import experts_rank
-from experts_rank import LONG_PROMPT, PROMPT_TOKENS, WITHIN_S
+from experts_rank import LINE, LONG_PROMPT, PROMPT_TOKENS, WITHIN_S
 from harness import Origin, Row, Worker, print_table, take_turns, write_json
 from tripool.experts.exchange import SharedView
 from tripool.experts.layout import Layout
@@ -121,20 +122,18 @@ class Bench:
 
     def copies_us(self, pair: Sequence[Worker]) -> float:
         """What 32 rows and their answers cost as cache lines that move from core to core, both ways."""
-        sizes = ask(pair[0], "shape")["layout"]
-        rows, answers = 32 * sizes["hidden"], 32 * sizes["top_k"] * sizes["hidden"] * 4
-        us = 0.0
-        for num_bytes, (writer, reader) in ((rows, tuple(pair)), (answers, (pair[1], pair[0]))):
-            path = self._folder / f"copies{num_bytes}"
-            path.write_bytes(bytes(num_bytes))
-            shared = {"path": str(path), "num_bytes": num_bytes}
-            took = []
-            for _ in range(COPIES):
-                turns = (ask(writer, "copy_us", into=True, **shared), ask(reader, "copy_us", into=False, **shared))
-                took.append([turn["first_us"] - turn["again_us"] for turn in turns])
-            us += sum(statistics.median(column) for column in zip(*took, strict=True))
-            path.unlink()
-        return us
+        layout = ask(pair[0], "shape")["layout"]
+        sizes = [32 * layout["hidden"], 32 * layout["top_k"] * layout["hidden"] * 4]
+        path = self._folder / "handed-over"
+        path.write_bytes(bytes(LINE + sum(sizes)))
+        took_us = [0.0, 0.0]
+
+        def hand_over(rank: int) -> None:
+            took_us[rank] = ask(pair[rank], "hand_over_us", path=str(path), sizes=sizes, rank=rank, count=COPIES)["us"]
+
+        in_parallel([partial(hand_over, rank) for rank in range(2)])
+        path.unlink()
+        return sum(took_us)
 
     def share(self, repetitions: int) -> list[Row]:
         """One rank over its exchange against the same process without it."""
@@ -304,6 +303,14 @@ def ask(worker: Worker, what: str, **details: Any) -> dict[str, Any]:
     return worker.ask(within_s=WITHIN_S, do=what, **details)
 
 
+def in_parallel(calls: Sequence[Callable[[], object]]) -> None:
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WITHIN_S)
+
+
 def walls_of(workers: Sequence[Worker], at_once: int, max_tokens: int = MAX_TOKENS) -> Callable[[int], float]:
     """Wall time of `at_once` answers, spread over the workers."""
 
@@ -311,17 +318,9 @@ def walls_of(workers: Sequence[Worker], at_once: int, max_tokens: int = MAX_TOKE
         random = Random(repetition)
         prompts = [[random.randrange(100, 8000) for _ in range(PROMPT_TOKENS)] for _ in range(at_once)]
         began_s = time.perf_counter()
-        threads = [
-            threading.Thread(
-                target=ask, args=(worker, "generate"),
-                kwargs={"prompts": prompts[number :: len(workers)], "max_tokens": max_tokens},
-            )
-            for number, worker in enumerate(workers)
-        ]  # fmt: skip
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(WITHIN_S)
+        shares = [prompts[number :: len(workers)] for number in range(len(workers))]
+        questions = zip(workers, shares, strict=True)
+        in_parallel([partial(ask, worker, "generate", prompts=own, max_tokens=max_tokens) for worker, own in questions])
         return time.perf_counter() - began_s
 
     return wall_s

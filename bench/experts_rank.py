@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from tripool import LLM, SamplingParams
@@ -29,6 +28,7 @@ from tripool.kernels.weights import MoeWeights, Norm
 
 WITHIN_S = 600.0
 PROMPT_TOKENS, LONG_PROMPT = 32, 2000
+LINE = 64
 
 
 class Rank:
@@ -48,8 +48,6 @@ class Rank:
         self._prompts: NativePrompts | None = None
         self._exchange: NativeExchange | None = None
         self._layout: Layout | None = None
-        self._copies: dict[str, tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]] = {}
-        """By file: its memory, and as many bytes of this process."""
         self._stop = threading.Event()
         self._busy: threading.Thread | None = None
 
@@ -118,19 +116,37 @@ class Rank:
             took.append((time.perf_counter_ns() - began_ns) / 1000)
         return {"us": took}
 
-    def copy_us(self, path: str, num_bytes: int, into: bool) -> dict[str, Any]:
-        """us of a copy into shared memory or out of it, and of the same copy right after: where the other rank's core
-        had the lines, the first one fetches them."""
-        if path not in self._copies:
-            self._copies[path] = np.memmap(path, np.uint8, "r+", shape=(num_bytes,)), np.ones(num_bytes, np.uint8)
-        shared, private = self._copies[path]
-        target, source = (shared, private) if into else (private, shared)
-        took = []
-        for _ in range(2):
+    def hand_over_us(self, path: str, sizes: list[int], rank: int, count: int) -> dict[str, Any]:
+        """Two processes take turns, as in an exchange: 0 writes sizes[0] bytes, 1 reads them and writes sizes[1], 0
+        reads those. For each copy of this process what it takes more than the same copy right after it: the first one
+        fetches lines from the other core, or takes them away from it. A processor's copy instruction moves them faster
+        than products can write what they compute, so this is the least that they cost."""
+        shared = np.memmap(path, np.uint8, "r+", shape=(LINE + sum(sizes),))
+        turn, parts = shared[:8].view(np.int64), (shared[LINE : LINE + sizes[0]], shared[LINE + sizes[0] :])
+        own = [np.ones_like(part) for part in parts]
+        more_us: dict[int, list[float]] = {0: [], 1: []}
+
+        def copies(number: int, into: bool) -> None:
+            target, source = (parts[number], own[number]) if into else (own[number], parts[number])
             began_ns = time.perf_counter_ns()
             np.copyto(target, source)
-            took.append((time.perf_counter_ns() - began_ns) / 1000)
-        return {"first_us": took[0], "again_us": took[1]}
+            first_ns = time.perf_counter_ns()
+            np.copyto(target, source)
+            more_us[number].append((2 * first_ns - began_ns - time.perf_counter_ns()) / 1000)
+
+        deadline_s = time.monotonic() + WITHIN_S
+        for number in range(count):
+            if rank == 0:
+                copies(0, into=True)
+                turn[0] = 2 * number + 1
+            while turn[0] != 2 * number + 2 - rank:
+                if time.monotonic() > deadline_s:
+                    raise TimeoutError("the other rank does not take its turn")
+            copies(1 - rank, into=False)
+            if rank == 1:
+                copies(1, into=True)
+                turn[0] = 2 * number + 2
+        return {"us": sum(float(np.median(samples)) for samples in more_us.values())}
 
     def keep_busy(self, kind: str) -> dict[str, Any]:
         """Until `rest`: Python that holds the interpreter, or steps."""

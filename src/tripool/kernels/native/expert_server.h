@@ -136,12 +136,30 @@ static int serve_one(Exchange *x, int parallel) {
 }
 
 #define SERVER_SLEEP_NS 50000000
+#define SERVER_SPIN_NS 50000
+#define STEPLESS_NS 20000000
+
+/* A source has a request for each of its layers, and waking up takes as long as some rows. Only on a rank that has no
+ * steps of its own: a step would take the core of a thread that spins, and a thread that waits for a core and does not
+ * sleep is not put before others when it is woken. */
+static int spin_for_request(const Exchange *x, const Signal *signal) {
+    const int64_t began = now_ns();
+    for (int i = 1; began - atomic_load_explicit(&pool.owned_ns, memory_order_relaxed) > STEPLESS_NS; i++) {
+        if (has_requests(x)) return 1;
+        RELAX;
+        if (i % 64) continue;
+        if (atomic_load(&signal->polled) || atomic_load(&x->leave) || now_ns() - began > SERVER_SPIN_NS) return 0;
+    }
+    return 0;
+}
 
 static void *serve(void *argument) {
     Exchange *x = argument;
     Signal *signal = server_signal(x, x->at.rank);
     while (!atomic_load_explicit(&x->leave, memory_order_acquire)) {
-        if (!atomic_load_explicit(&signal->polled, memory_order_relaxed) && serve_one(x, 0)) continue;
+        int served = 0;
+        while (!atomic_load_explicit(&signal->polled, memory_order_relaxed) && serve_one(x, 0)) served = 1;
+        if (served && spin_for_request(x, signal)) continue;
         const uint32_t word = prepare_sleep(signal);
         if (!atomic_load(&x->leave) && (atomic_load(&signal->polled) || !has_requests(x)))
             sleep_on(signal, word, SERVER_SLEEP_NS);

@@ -46,6 +46,7 @@ static struct {
     pthread_cond_t wake;
     pthread_mutex_t owner;
     _Atomic int wanted; /* steps that wait for `owner` */
+    _Atomic int64_t owned_ns; /* when the last step ended; INT64_MAX: one runs */
 } pool = {.threads = 1, .lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER,
           .owner = PTHREAD_MUTEX_INITIALIZER};
 

@@ -4,16 +4,23 @@
 
 #define API __attribute__((visibility("default")))
 #define OWN own_pool()
-#define DISOWN pthread_mutex_unlock(&pool.owner)
+#define DISOWN disown_pool()
 #define OWN_EXCHANGE OWN; exchange_failure = 0
 #define RETURN_FAILURE const int failure = exchange_failure; DISOWN; return failure
 
 /* A thread that helps another rank gives the pool up soon (`prompt.h`). */
 static void own_pool(void) {
-    if (!pthread_mutex_trylock(&pool.owner)) return;
-    atomic_fetch_add(&pool.wanted, 1);
-    pthread_mutex_lock(&pool.owner);
-    atomic_fetch_sub(&pool.wanted, 1);
+    if (pthread_mutex_trylock(&pool.owner)) {
+        atomic_fetch_add(&pool.wanted, 1);
+        pthread_mutex_lock(&pool.owner);
+        atomic_fetch_sub(&pool.wanted, 1);
+    }
+    atomic_store_explicit(&pool.owned_ns, INT64_MAX, memory_order_relaxed);
+}
+
+static void disown_pool(void) {
+    atomic_store_explicit(&pool.owned_ns, now_ns(), memory_order_relaxed);
+    pthread_mutex_unlock(&pool.owner);
 }
 
 API int tripool_threads(int threads) {
