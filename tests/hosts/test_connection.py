@@ -274,3 +274,28 @@ def test_strangers_that_say_nothing_keep_nobody_out(tmp_path: Path) -> None:
         silent = [stack.enter_context(socket.create_connection(where, 10)) for _ in range(80)]
         dial(running.address, HostKeys(TOKEN)).close()
         assert silent[0].recv(1) == b"", "it was closed for another one"
+
+
+class Recorded(socket.socket):
+    """Notes the flags of each receiving call."""
+
+    def recv_into(self, buffer: memoryview, num_bytes: int = 0, flags: int = 0) -> int:  # type: ignore[override]
+        self.flags.append(flags)
+        return super().recv_into(buffer, num_bytes, flags)
+
+
+def test_bytes_that_came_before_a_link_was_cut_do_not_make_its_timeout_longer() -> None:
+    """A call that waits for all bytes returns these at the end of the timeout, and the next one waits as long again."""
+    here, there = socket.socketpair()
+    with there, Recorded(fileno=here.detach()) as receiving:
+        receiving.flags = []
+        connection = Connection(receiving)
+        connection.timeout(0.25)
+        there.sendall(b"some")
+        with pytest.raises(TimeoutError):
+            connection.read_into(memoryview(bytearray(64)))
+        assert receiving.flags == [0, 0]
+        there.sendall(bytes(64))
+        connection.timeout(30.0)
+        connection.read_into(memoryview(bytearray(64)))
+        assert receiving.flags == [0, 0, socket.MSG_WAITALL]

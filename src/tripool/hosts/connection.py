@@ -49,6 +49,8 @@ _TIME = struct.Struct("@ll")
 """Seconds and microseconds, as the system has them."""
 _MANY = 64
 """Buffers in one system call."""
+_PATIENT_S = 1.0
+"""Timeouts from here on may be noticed late: one system call then receives all bytes."""
 _TCP_INFO_BYTES = 152
 _TRIPS = struct.Struct("<68xI76xI")
 """Linux' `struct tcp_info`: the smoothed round trip and the shortest, in microseconds."""
@@ -178,8 +180,10 @@ class Connection:
     def read_into(self, buffer: memoryview) -> None:
         """Until it is full."""
         self._wait_in_system(socket.SO_RCVTIMEO)
+        # A call that waits for all bytes returns some when the time is over, and the next one waits as long again.
+        patient = not self._encrypted and (self._wanted_s is None or self._wanted_s >= _PATIENT_S)
         while buffer.nbytes:
-            count = _in_time(self._end.recv_into, buffer, 0, 0 if self._encrypted else socket.MSG_WAITALL)
+            count = _in_time(self._end.recv_into, buffer, 0, socket.MSG_WAITALL if patient else 0)
             if not count:
                 raise ConnectionResetError("the other side has closed the connection")
             buffer = buffer[count:]
