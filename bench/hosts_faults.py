@@ -97,20 +97,26 @@ async def one_death(
     await running
     errors = [outcome.error for outcome in clients.outcomes if outcome.error]
     assert not errors, errors
-    others = max(longest_pause(times, died_s) for key, times in clients.times.items() if key not in dead)
-    its = max(pause_end(clients.times[key], died_s) for key in dead)
+    shown = {key: until_after(times, died_s, num_tokens) for key, times in clients.times.items()}
+    others = max(longest_pause(times) for key, times in shown.items() if key not in dead)
+    its = max(pause_end(shown[key], died_s) for key in dead)
     return others, its, max(its, full_rate_s(list(clients.times.values()), died_s))
 
 
-def longest_pause(times: list[float], since_s: float) -> float:
-    later = [at for at in times if at >= since_s - 0.1] + [since_s + AFTER_S]
-    return max(b - a for a, b in pairwise(later))
+def until_after(times: list[float], died_s: float, num_tokens: int) -> list[float]:
+    """When tokens came after the death, up to the end of the answer or of what is looked at."""
+    ended = len(times) >= num_tokens
+    assert not ended or times[-1] > died_s, "the answer had ended before the host died"
+    return [at for at in times if at >= died_s - 0.1] + ([] if ended else [died_s + AFTER_S])
+
+
+def longest_pause(times: list[float]) -> float:
+    return max(b - a for a, b in pairwise(times))
 
 
 def pause_end(times: list[float], died_s: float) -> float:
     """When an answer went on: the end of its longest pause."""
-    later = [at for at in times if at >= died_s - 0.1] + [died_s + AFTER_S]
-    _, end = max((b - a, b) for a, b in pairwise(later))
+    _, end = max((b - a, b) for a, b in pairwise(times))
     return end - died_s
 
 
@@ -153,7 +159,7 @@ def rank_row(repetitions: int) -> Row:
     pauses = []
     with spread(4, "b") as two:
         for repetition in range(repetitions):
-            pauses.append(asyncio.run(one_death(two, repetition, vanished=True, num_streams=12, num_tokens=400))[0])
+            pauses.append(asyncio.run(one_death(two, repetition, vanished=True, num_streams=12, num_tokens=1500))[0])
             two.net.restore("b")
             two.server.wait_idle(3)
             two.join()
