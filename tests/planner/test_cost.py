@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tripool.planner.cost import DecodeModel, PrefillModel, Setup, StepCost, footprint
 from tripool.planner.cost.exchange import decode_exchange, nodes_touched, reduce_s
 from tripool.planner.cost.layer import LayerModel, grouped_gemm_s
-from tripool.planner.cost.setup import named_routing, place_experts
+from tripool.planner.cost.setup import dense_precision, named_routing, place_experts
 from tripool.planner.cost.skew import hottest, share_chosen
 from tripool.planner.hardware import hardware_names, named_hardware
 from tripool.planner.models import model_names, named_model
@@ -327,9 +327,32 @@ def test_drafts_cost_a_layer_each() -> None:
 
 
 def test_four_bit_experts_keep_the_rest_in_eight() -> None:
-    assert Setup(ep=8, precision="fp4").dense_precision == "fp8"
+    """Or in BF16, or in as few, as the published checkpoint of a model has it."""
+    rest = {
+        name: dense_precision(named_model(name), Setup(ep=8, precision="fp4"))
+        for name in ("deepseek-r1", "kimi-k2", "gpt-oss-120b", "qwen3-235b-a22b")
+    }
+    assert [*rest.values()] == ["fp8", "bf16", "bf16", "fp4"]
+    assert dense_precision(named_model("llama-3-70b"), Setup(ep=1, precision="fp4")) == "fp4"
+    assert dense_precision(R1, Setup(ep=8, precision="fp4", rest="bf16")) == "bf16"
     room = [footprint(named_hardware("gb200-nvl72"), R1, Setup(ep=8, precision=name)) for name in ("fp4", "fp8")]
     assert 0.5 < room[0].weights / room[1].weights < 0.7
+
+
+def test_weights_of_four_bits_are_computed_with_in_bf16() -> None:
+    """On any hardware: few tokens are faster than in BF16, many as fast, and experts alone have 4 bits."""
+    for name in ("h200", "ascend-910c", "b200"):
+        chip = named_hardware(name)
+        few, many = (
+            [
+                DecodeModel(chip, R1, Setup(ep=32, precision=precision)).step_s(batch, batch * 100)
+                for precision in ("int4", "bf16")
+            ]
+            for batch in (1, 2000)
+        )
+        assert few[0] < few[1] and many[0] == pytest.approx(many[1], rel=0.1)
+    assert dense_precision(R1, Setup(ep=8, precision="int4")) == "bf16"
+    assert dense_precision(named_model("llama-3-70b"), Setup(ep=1, precision="int4")) == "int4"
 
 
 def test_split_experts_reduce_instead_of_dispatching() -> None:

@@ -29,7 +29,7 @@ class PlanOptions:
     cached: Annotated[
         float | None, typer.Option(min=0.0, max=0.999, help="Share of prompts found in the cache pool.")
     ] = None
-    precision: Annotated[str | None, typer.Option(help="int8, fp8, fp4 or bf16.")] = None
+    precision: Annotated[str | None, typer.Option(help="int8, fp8, fp4, int4 (weights alone) or bf16.")] = None
     accept: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Share of MTP drafts accepted.")] = None
     price: Annotated[float | None, typer.Option(min=0.0, help="Of one chip for one hour.")] = None
     currency: Annotated[str | None, typer.Option(help="Of --price.")] = None

@@ -53,9 +53,9 @@ HARDWARE = {
     **{
         f"shares.{kind}_{name}": _SHARE
         for kind in ("gemm", "grouped", "split")
-        for name in ("bf16", "fp8", "int8", "fp4")
+        for name in ("bf16", "fp8", "int8", "fp4", "int4")
     },
-    **{f"shares.grouped_memory_{name}": _SHARE for name in ("bf16", "fp8", "int8", "fp4")},
+    **{f"shares.grouped_memory_{name}": _SHARE for name in ("bf16", "fp8", "int8", "fp4", "int4")},
     "shares.attention_compute": _SHARE,
     "shares.attention_memory": _SHARE,
     "shares.attention_8bit": _PART,
@@ -79,6 +79,7 @@ HARDWARE = {
     "overheads.experts_us": _US,
     "overheads.experts_fp4_us": _US,
     "overheads.experts_bf16_us": _US,
+    "overheads.experts_int4_us": _US,
     "overheads.experts_split_us": _US,
     "overheads.host_us": _US,
     "overheads.agree_us": _US,

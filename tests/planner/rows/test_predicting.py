@@ -72,7 +72,12 @@ def test_models_by_the_names_tables_use(row_of, told: str, name: str) -> None:
     assert model_of(row_of(model=told), R1).name == name
 
 
-@pytest.mark.parametrize("told", ["LongCat-Flash", "DeepSeek-V4", "Kimi-K2.5", "Qwen4", "MiniMax-M2", "Mixtral-8x7B"])
+@pytest.mark.parametrize(
+    "told",
+    ["LongCat-Flash", "DeepSeek-V4", "Kimi-K3", "Qwen4", "MiniMax-M2", "Mixtral-8x7B", "GLM-4.5-Air", "GLM-4.5V",
+     "GLM-4.7-Flash", "DeepSeek-R1-Distill-Qwen-32B", "gpt-oss", "gpt-oss-20b", "Qwen3.5-35B-A3B", "Qwen3-32B",
+     "Llama-3.1-405B", "DeepSeek-Coder-V2", "Kimi-Linear-48B-A3B"],
+)  # fmt: skip
 def test_another_model_is_never_taken_for_ours(row_of, told: str) -> None:
     assert model_of(row_of(model=told), R1) is None
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from tests.planner.rows.conftest import table
 from tripool.planner.errors import BadRows
 from tripool.planner.models import named_model
-from tripool.planner.rows import COLUMNS, compare_rows, parse_rows
+from tripool.planner.rows import COLUMNS, compare_rows, parse_rows, predict
 
 HEAD = ",".join(COLUMNS)
 
@@ -25,7 +27,9 @@ HEAD = ",".join(COLUMNS)
         ("steps=2, accept_length: 2.5", 2, 0.75), ("3 drafts", 3, None),
         ("0 drafts", 0, 0.0), ("no MTP", 0, 0.0), ("MTP off", 0, 0.0), ("none stated", None, None),
         ("not disclosed", None, None), ("MTP3 (accept 2.4)", 3, 1.4 / 3), ("2 drafts, 2.5 tokens per step", 2, 0.75),
-        ("accept rate 0.7", 1, 0.7), ("1 draft, acceptance 85%", 1, 0.85),
+        ("accept rate 0.7", 1, 0.7), ("1 draft, acceptance 85%", 1, 0.85), ("2", 2, None), ("1", 1, None),
+        ("w/o MTP", 0, 0.0), ("MTP not enabled", 0, 0.0), ("speculative decoding: off", 0, 0.0), ("False", 0, 0.0),
+        ("not used", 0, 0.0), ("MTP not stated", None, None), ("k=3, AL=2.4", 3, 1.4 / 3), ("EAGLE", 1, None),
     ],
 )  # fmt: skip
 def test_how_drafts_are_told(row_of, told: str, drafts: int | None, accept: float | None) -> None:
@@ -61,11 +65,15 @@ def test_balance(row_of, told: str, balance: str) -> None:
 @pytest.mark.parametrize(
     ("precision", "system", "experts", "attention", "kv"),
     [
-        ("FP8", "s", "fp8", False, False), ("INT8", "s", "int8", False, False), ("W8A8", "s", "int8", False, False),
-        ("", "s", None, False, False), ("W4A8", "s", None, False, False), ("MXFP4", "s", "fp4", False, False),
+        ("FP8", "s", "fp8", False, False), ("INT8", "s", "int8", False, False), ("W8A8", "s", "w8a8", False, False),
+        ("", "s", None, False, False), ("W4A8", "s", "w4a8", False, False),
+        ("W4A16", "s", "int4", False, False), ("MXFP4", "s", "mxfp4", False, False),
         ("NVFP4 + FP8", "s", "fp4", False, False),
         ("NVFP4 experts, FP8 attention", "s", "fp4", True, True),
         ("FP8", "BF16 attention and FP8 experts", "fp8", False, False),
+        ("BF16, FP8 KV cache", "s", "bf16", False, True), ("INT4 experts, BF16", "s", "int4", False, False),
+        ("FP8 (W8A8)", "s", "fp8", False, False), ("FP8 KV", "s", None, False, True),
+        ("", "NVFP4 s", "fp4", False, False),
         ("FP8 weights, FP8 KV", "s", "fp8", False, True), ("FP8", "8-bit KV cache", "fp8", False, True),
         ("FP8", "FP8 MLA", "fp8", True, True), ("BF16", "KV cache in FP8", "bf16", False, True),
     ],
@@ -150,32 +158,117 @@ def test_a_header_may_be_written_by_a_spreadsheet() -> None:
 )
 def test_any_row_gets_a_number_a_place_or_a_reason(model: str, cells: dict[str, str]) -> None:
     """Never a traceback, and never a prediction that is not a rate."""
-    try:
-        rows = parse_rows(table(**cells), "rows.csv")
-    except BadRows as error:
-        told = error
-        rows = []
-    if not rows:
-        assert "rows.csv line 2" in told.message and told.hint
-        return
-    (compared,) = compare_rows(rows, named_model(model))
+    (compared,) = compare_rows(parse_rows(table(**cells), "rows.csv"), named_model(model))
     prediction = compared.prediction
     assert (compared.role == "shown") == bool(prediction.reason)
     assert prediction.predicted is None or 0 < prediction.predicted < 1e9
 
 
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        ("system,hardware\na,b", "phase"),
-        (HEAD, "no rows"),
-        (table(phase="encode"), "encode"),
-        (table(batch_per_device="many"), "batch_per_device"),
-        (table(n_devices="0.5"), "n_devices"),
-        (table(ep="1.5"), "ep"),
-        (table(context_len="1e12"), "context_len"),
-    ],
-)
-def test_odd_tables_are_refused_by_name(text: str, named: str) -> None:
+@pytest.mark.parametrize(("text", "named"), [("system,hardware\na,b", "phase"), (HEAD, "no rows"), ("", "no column")])
+def test_a_table_that_compares_nothing_is_refused(text: str, named: str) -> None:
     with pytest.raises(BadRows, match=named):
         parse_rows(text, "rows.csv")
+
+
+@pytest.mark.parametrize(
+    ("cells", "named"),
+    [
+        ({"phase": "encode"}, "encode"), ({"phase": "prefill + decode"}, "neither"), ({"phase": ""}, "phase"),
+        ({"batch_per_device": "many"}, "batch_per_device"), ({"batch_per_device": "64-256"}, "a range"),
+        ({"n_devices": "0.5"}, "n_devices"), ({"ep": "1.5"}, "ep"), ({"context_len": "1e12"}, "context_len"),
+        ({"batch_per_device": "512 global", "n_devices": ""}, "of all devices"),
+        ({"system": "SGLang TP8 PP2"}, "pipeline"), ({"system": "vLLM DCP8"}, "context parallelism"),
+        ({"phase": "prefill", "batch_per_device": "4"}, "in tokens"),
+        ({"phase": "prefill", "batch_per_device": "16384", "source": "at a cache hit rate of 50 %"}, "in a cache"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_is_shown_and_refuses_nothing_else(cells: dict[str, str], named: str) -> None:
+    odd, plain = parse_rows(table(**cells), "rows.csv"), parse_rows(table(), "rows.csv")
+    shown, judged = compare_rows([*odd, *plain], named_model("deepseek-r1"))
+    assert shown.role == "shown" and named in shown.prediction.reason and shown.prediction.predicted is None
+    assert judged.role == "validation"
+
+
+@pytest.mark.parametrize(
+    ("told", "reason"),
+    [("> 1800", "a bound"), ("up to 2,785", "a bound"), ("1800-2000", "a range"), ("22.3k per node", "per node"),
+     ("45 tok/s/user", "per user"), ("9000 input + output", "prompts and answers"), ("see figure 3", "not a number")],
+)  # fmt: skip
+def test_a_rate_that_is_none_is_shown_beside_its_prediction(row_of, told: str, reason: str) -> None:
+    (compared,) = compare_rows([row_of(tok_s_per_device=told)], named_model("deepseek-r1"))
+    assert compared.role == "shown" and reason in compared.prediction.reason and compared.prediction.predicted > 0
+
+
+@pytest.mark.parametrize(
+    ("told", "batch", "die"),
+    [("512 global", 512 / 72, False), ("96 per NPU (48 per die)", 96, False), ("96 per NPU = 2 dies", 96, False),
+     ("48/die", 48, True), ("bs=128", 128, False), ("256 per GPU", 256, False), ("concurrency 720", 10, False),
+     ("64 per DP rank", 64, True)],
+)  # fmt: skip
+def test_what_a_batch_counts(row_of, told: str, batch: float, die: bool) -> None:
+    row = row_of(batch_per_device=told)
+    assert row.batch == pytest.approx(batch) and row.batch_per_die is die and not row.unread
+
+
+@pytest.mark.parametrize(
+    ("cells", "ep", "tp"),
+    [
+        ({"ep": "EP72"}, 72, None), ({"ep": "1", "tp": "8", "n_devices": 8}, None, 8),
+        ({"ep": "1", "n_devices": 8}, None, 8), ({"ep": "", "system": "DEP8"}, 8, 1),
+        ({"ep": "", "system": "TP8 EP8"}, 8, 8), ({"ep": "", "system": "TEP8"}, 8, 8),
+        ({"ep": "8", "tp": "8", "system": "TP8 with DP attention"}, 8, 1), ({"ep": "TP8"}, None, 8),
+        ({"ep": "16", "system": "vLLM TP4 DP4"}, 16, 4), ({"ep": "8", "system": "SGLang TP8 DP4"}, 8, 2),
+        ({"ep": "n/a", "tp": "4"}, None, 4), ({"ep": "none", "system": "s"}, None, None),
+    ],
+)  # fmt: skip
+def test_parallelism_as_rows_tell_it(row_of, cells: dict[str, object], ep: int | None, tp: int | None) -> None:
+    row = row_of(**cells)
+    assert (row.ep, row.tp) == (ep, tp)
+
+
+@pytest.mark.parametrize(
+    ("told", "chips"), [("96 (12 nodes)", 96), ("12 nodes", None), ("2 x 8", 16), ("8xH100", 8), ("320 dies", None)]
+)
+def test_devices_are_neither_nodes_nor_dies(row_of, told: str, chips: int | None) -> None:
+    assert row_of(n_devices=told).chips == chips
+
+
+STRANGE = """Hardware;Phase;Remark;Tok_S_Per_Device;batch per device;Context-Len;Model;Precision;EP;TP;MTP;Notes
+# rows of my own
+
+H200;Decode;;3000;480;2000;Kimi-K2-Instruct;FP8;96;;no;"12 nodes, ""no TBO""; PD"
+8xH100;decode;;2785;256;2000;DeepSeek-R1;FP8;72;;0;with TBO
+Hardware;Phase;Remark;Tok_S_Per_Device;batch per device;Context-Len;Model;Precision;EP;TP;MTP;Notes
+B200;decode;;537;8;1536;Llama-3.3-70B-Instruct;FP8;;1;;"a cell
+of two lines"
+"""
+
+
+def test_a_file_as_a_stranger_writes_it() -> None:
+    """Other order and spelling of columns, semicolons, comments, no column for names or sources."""
+    kimi, r1, llama = parse_rows(STRANGE, "rows.csv")
+    assert (kimi.batch, kimi.context, kimi.ep, kimi.drafts) == (480, 2000, 96, 0)
+    assert (kimi.microbatches, r1.microbatches, llama.microbatches) == (1, 2, None) and (llama.tp, llama.drafts) == (
+        1,
+        None,
+    )
+    compared = compare_rows([kimi, r1, llama], named_model("deepseek-v3"))
+    assert [each.role for each in compared] == ["validation"] * 3
+    assert (
+        compared[0].prediction.predicted
+        == predict(replace(kimi, model="Kimi-K2"), named_model("deepseek-r1")).predicted
+    )
+
+
+@pytest.mark.parametrize(
+    ("told", "prompt", "answer"),
+    [("TRT-LLM 1k/8k", 1024, 8192), ("ISL 2000 / OSL 100", 2000, 100), ("2000 in / 100 out", 2000, 100),
+     ("s (input 512, output 256 tokens)", 512, 256), ("in 8K out 1K", 8192, 1024)],
+)  # fmt: skip
+def test_lengths_in_a_name(row_of, told: str, prompt: float, answer: float) -> None:
+    row = row_of(system=told, context_len="")
+    assert (row.prompt, row.answer, row.context) == (prompt, answer, prompt + answer / 2)
+
+
+def test_the_software_may_have_a_column(row_of) -> None:
+    assert row_of(framework="SGLang", version="0.5.6").software == "s SGLang 0.5.6"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import comb
 
-from tripool.planner.hardware import Hardware, Plane
+from tripool.planner.hardware import INT4, Hardware, Plane
 from tripool.planner.models import ModelShape
 from tripool.planner.models.shape import Moe
 
@@ -26,7 +26,7 @@ class Exchanged:
 
 def message_bytes(model: ModelShape, precision: str) -> tuple[int, int]:
     """(dispatch, combine) bytes of one token: dispatched in 8 bits (4 where weights have 4), combined in BF16."""
-    dispatched = {"bf16": 2 * model.hidden, "fp4": model.hidden // 2 + SCALE_BYTES}
+    dispatched = {"bf16": 2 * model.hidden, INT4: 2 * model.hidden, "fp4": model.hidden // 2 + SCALE_BYTES}
     return dispatched.get(precision, model.hidden + SCALE_BYTES), 2 * model.hidden
 
 

@@ -8,9 +8,9 @@ from functools import cached_property
 from math import exp
 
 from tripool.planner.cost.exchange import Exchanged, reduce_s
-from tripool.planner.cost.setup import Placed, Routing, Setup, StepCost, place_experts
+from tripool.planner.cost.setup import Placed, Routing, Setup, StepCost, dense_precision, place_experts
 from tripool.planner.cost.skew import deviations, hottest, share_chosen
-from tripool.planner.hardware import WEIGHT_BYTES, Hardware
+from tripool.planner.hardware import INT4, WEIGHT_BYTES, Hardware
 from tripool.planner.models import ModelShape
 from tripool.planner.models.shape import Gqa
 
@@ -111,6 +111,10 @@ class LayerModel:
         return place_experts(self.model, setup.holding_ranks, self.routing.redundant_share, setup.balance)
 
     @cached_property
+    def dense(self) -> str:
+        return dense_precision(self.model, self.setup)
+
+    @cached_property
     def fixed_s(self) -> float:
         """Of a layer with experts beside its operators' bytes and operations. Descriptions have it for latent
         attention, 8-bit experts and a shared one; other attention is fewer kernels, and the indexer of sparse
@@ -138,7 +142,10 @@ class LayerModel:
     def _experts_s(self) -> float:
         """Of the experts' kernels beside their weights."""
         hardware, precision = self.hardware, self.setup.precision
-        known = {"fp4": hardware.experts_fp4_s, "bf16": hardware.experts_bf16_s}.get(precision, 0.0)
+        known = {
+            "fp4": hardware.experts_fp4_s, "bf16": hardware.experts_bf16_s,
+            INT4: hardware.experts_int4_s or hardware.experts_bf16_s,
+        }.get(precision, 0.0)  # fmt: skip
         if not known and self.setup.split_experts:
             known = hardware.experts_split_s
         return known or hardware.experts_s
@@ -153,7 +160,7 @@ class LayerModel:
         launches += _LAUNCHES["index"] if model.attention.index_topk else 0
         launches += _LAUNCHES["experts"] if model.moe else 0
         launches += _LAUNCHES["shared"] if model.shared_params or model.moe is None else 0
-        launches += _LAUNCHES["8 bits"] if self.setup.dense_precision != "bf16" else 0
+        launches += _LAUNCHES["8 bits"] if self.dense != "bf16" else 0
         return self.hardware.host_s * launches / _LAUNCHES_OF_LAYER
 
     def passes_s(self, tokens: float) -> float:
@@ -169,12 +176,12 @@ class LayerModel:
             return 0.0
         if self.setup.split_experts:
             return self._split_s(self.model.shared_params, tokens)
-        return gemm_s(self.hardware, self.model.shared_params, tokens, self.setup.dense_precision)
+        return gemm_s(self.hardware, self.model.shared_params, tokens, self.dense)
 
     def _split_s(self, params: float, tokens: float, precision: str | None = None) -> float:
         """Attention projections, dense FFN, head: a tensor-parallel group shares weights and tokens."""
         tp = self.setup.tp
-        return gemm_s(self.hardware, params / tp, tokens * tp, precision or self.setup.dense_precision)
+        return gemm_s(self.hardware, params / tp, tokens * tp, precision or self.dense)
 
     def _reduce_s(self, tokens: float) -> float:
         return reduce_s(self.hardware, self.model, tp=self.setup.tp, tokens=tokens * self.setup.tp)
@@ -202,7 +209,7 @@ class LayerModel:
         seconds = gemm(self.hardware, self.model.expert_params * active, rows, setup.precision)
         if placed.shared_ranks:
             shared_tokens = tokens * setup.attention_ranks / placed.shared_ranks
-            shared_s = gemm_s(self.hardware, self.model.shared_params, shared_tokens, setup.dense_precision)
+            shared_s = gemm_s(self.hardware, self.model.shared_params, shared_tokens, self.dense)
             seconds = max(seconds, shared_s)
             hot_tokens = max(hot_tokens, shared_tokens)
         return ExpertWork(seconds, hot, hot_tokens)

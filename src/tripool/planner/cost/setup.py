@@ -9,7 +9,7 @@ from math import ceil
 from typing import Literal
 
 from tripool.planner.facts import Facts
-from tripool.planner.hardware import WEIGHT_BYTES, Hardware
+from tripool.planner.hardware import INT4, WEIGHT_BYTES, Hardware
 from tripool.planner.models import ModelShape
 
 Balance = Literal["none", "balanced", "perfect"]
@@ -55,6 +55,8 @@ class Setup:
     """Attention computes in 8 bits over an 8-bit cache."""
     split_experts: bool = False
     """Every rank holds a part of each expert (tensor parallelism) instead of some experts; `tp == ep`."""
+    rest: str | None = None
+    """Precision of all but the experts, where a deployment says; None: as published checkpoints have it."""
     expert_ranks: int = 0
     """Of `ep`: ranks that hold only experts, the others only attention. 0: every rank holds both."""
 
@@ -63,11 +65,6 @@ class Setup:
         assert self.microbatches in (1, 2) and self.drafts >= 0 and 0.0 <= self.accept <= 1.0
         assert not self.split_experts or self.tp == self.ep, "experts are split over the tensor-parallel group"
         assert 0 <= self.expert_ranks < self.ep and not (self.expert_ranks and (self.tp > 1 or self.microbatches == 1))
-
-    @property
-    def dense_precision(self) -> str:
-        """Of all but the experts: checkpoints with 4-bit experts keep the rest in 8 bits."""
-        return "fp8" if self.precision == "fp4" else self.precision
 
     @property
     def attention_ranks(self) -> int:
@@ -99,6 +96,15 @@ class Setup:
     def tokens_per_step(self) -> float:
         """Tokens generated per request and step."""
         return 1.0 + self.drafts * self.accept
+
+
+def dense_precision(model: ModelShape, setup: Setup) -> str:
+    """Of all but the routed experts: checkpoints with 4-bit experts keep some of the rest in more bits."""
+    if setup.rest is not None or setup.precision not in ("fp4", INT4):
+        return setup.rest or setup.precision
+    if model.moe is None:
+        return setup.precision
+    return model.beside_fp4 if setup.precision == "fp4" else "bf16"
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +179,7 @@ class Footprint:
 def footprint(hardware: Hardware, model: ModelShape, setup: Setup, routing: Routing | None = None) -> Footprint:
     """Of a rank with requests; where experts have ranks of their own, of the fuller kind of rank."""
     routing = routing or named_routing()
-    weight, dense = WEIGHT_BYTES[setup.precision], WEIGHT_BYTES[setup.dense_precision]
+    weight, dense = WEIGHT_BYTES[setup.precision], WEIGHT_BYTES[dense_precision(model, setup)]
     drafting = 1 if setup.drafts else 0  # one MTP layer makes all drafts
     replicated = (model.layers + drafting) * model.attention_params + model.dense_layers * model.dense_params
     head_bytes = 2.0 * model.head_params * (1 if model.tied_head else 2)

@@ -18,8 +18,10 @@ from tripool.planner.facts import Fact, Facts
 PlaneKind = Literal["memory", "transfer", "service"]
 PLANE_KINDS = ("memory", "transfer", "service")
 PRECISIONS = ("fp4", "fp8", "int8", "bf16")
-WEIGHT_BYTES = {"fp4": 0.5625, "fp8": 1.0, "int8": 1.0, "bf16": 2.0}
-"""NVFP4 has an 8-bit scale for each 16 weights."""
+INT4 = "int4"
+"""Weights of 4 bits that are computed with in BF16, as every hardware can: INT4, and MXFP4 where there is no FP4."""
+WEIGHT_BYTES = {"fp4": 0.5625, INT4: 0.5625, "fp8": 1.0, "int8": 1.0, "bf16": 2.0}
+"""NVFP4 has an 8-bit scale for each 16 weights, INT4 a 16-bit one for each 32."""
 _SPARSE = 410 / 660  # sparse over dense MLA decoding on H800, in TFLOPS: FlashMLA's README
 
 
@@ -141,6 +143,7 @@ class Hardware:
     experts_fp4_s: float = 0.0
     """The same of 4-bit experts, which one kernel computes; 0: not known, as the others."""
     experts_bf16_s: float = 0.0
+    experts_int4_s: float = 0.0
     experts_split_s: float = 0.0
     """The same of 8-bit experts that are split over a tensor-parallel group."""
     host_s: float = 0.0
@@ -181,12 +184,16 @@ def parse_hardware(text: str, origin: str) -> Hardware:
     flops = {name: tera * 1e12 / ranks for name, tera in facts.table("tflops").items()}
     if "bf16" not in flops or not flops.keys() <= set(PRECISIONS):
         raise facts.error("tflops", f"must hold bf16, and may hold {', '.join(PRECISIONS)}")
+    flops[INT4] = flops["bf16"]
     number = facts.number
     gemm, memory, attention = (number("shares", key) for key in ("gemm", "memory", "attention_compute"))
     gemm_shares = {name: number("shares", f"gemm_{name}", default=gemm) for name in flops}
-    grouped = {name: number("shares", f"grouped_{name}", default=gemm_shares[name]) for name in flops}
+    gemm_shares[INT4] = number("shares", f"gemm_{INT4}", default=gemm_shares["bf16"])
+    grouped = {name: number("shares", f"grouped_{name}", default=gemm_shares[name]) for name in flops if name != INT4}
+    grouped[INT4] = number("shares", f"grouped_{INT4}", default=grouped["bf16"])
     grouped_memory = {name: number("shares", f"grouped_memory_{name}", default=memory) for name in flops}
-    split = {name: number("shares", f"split_{name}", default=grouped[name]) for name in flops}
+    split = {name: number("shares", f"split_{name}", default=grouped[name]) for name in flops if name != INT4}
+    split[INT4] = number("shares", f"split_{INT4}", default=split["bf16"])
     gemm_rows, gemm_tile = number("overheads", "gemm_rows"), number("overheads", "gemm_tile", default=0.0)
     eight_bit = number("shares", "attention_8bit", default=0.0)
     layer_us = number("overheads", "layer_us")
@@ -216,6 +223,7 @@ def parse_hardware(text: str, origin: str) -> Hardware:
         experts_s=number("overheads", "experts_us", default=0.0) * 1e-6,
         experts_fp4_s=number("overheads", "experts_fp4_us", default=0.0) * 1e-6,
         experts_bf16_s=number("overheads", "experts_bf16_us", default=0.0) * 1e-6,
+        experts_int4_s=number("overheads", "experts_int4_us", default=0.0) * 1e-6,
         experts_split_s=number("overheads", "experts_split_us", default=0.0) * 1e-6,
         prefill_stack=number("overheads", "prefill_stack", least=0.1),
         buffers_bytes=number("overheads", "buffers_gb") * 1e9 / ranks,

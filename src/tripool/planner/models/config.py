@@ -17,6 +17,13 @@ from tripool.planner.models.shape import Gqa, Linear, Mla, ModelShape, Moe
 _MLA_KINDS = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm_moe_dsa")
 _HYBRID_KINDS = ("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text")
 _GQA_KINDS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "glm4_moe", "gpt_oss", *_HYBRID_KINDS)
+_BESIDE_FP4 = {
+    "kimi_k2": "bf16", "glm_moe_dsa": "bf16", "glm4_moe": "bf16", "gpt_oss": "bf16", "qwen3_moe": "fp4",
+    **dict.fromkeys(_HYBRID_KINDS, "bf16"),
+}  # fmt: skip
+"""By the modules that NVIDIA's NVFP4 checkpoints and OpenAI's MXFP4 one leave out; DeepSeek's have queries in BF16 and
+outputs in FP4, which is as much as 8 bits.
+"""
 _SPARSE_KEYS = ("index_n_heads", "index_head_dim", "index_topk")
 _UNREAD = {
     "zero_expert_num": "experts that compute nothing", "compress_ratios": "compressed attention",
@@ -48,6 +55,7 @@ def read_config(config: Mapping[str, Any], name: str) -> ModelShape:
     kind = config.get("model_type")
     if isinstance(config.get("text_config"), Mapping):
         config = config["text_config"]  # the language model of a config that also has an image encoder
+        kind = kind if kind in (*_MLA_KINDS, *_GQA_KINDS) else config.get("model_type")
     unread = [f"'{key}' ({what})" for key, what in _UNREAD.items() if config.get(key)]
     if unread:
         raise BadModelConfig(f"{name}: has {', '.join(unread)}", hint="no shape describes this design yet")
@@ -67,7 +75,8 @@ def read_config(config: Mapping[str, Any], name: str) -> ModelShape:
         layers=reader.int("num_hidden_layers"),
         vocab=reader.int("vocab_size"), dense_width=reader.int("intermediate_size", 0),
         mtp_layers=reader.int("num_nextn_predict_layers", 0) or reader.int("mtp_num_hidden_layers", 0),
-        tied_head=reader.flag("tie_word_embeddings"), windowed_layers=windowed, linear_layers=linear_layers,
+        tied_head=reader.flag("tie_word_embeddings"),
+        beside_fp4=_BESIDE_FP4.get(str(kind), "fp8"), windowed_layers=windowed, linear_layers=linear_layers,
         window=reader.int("sliding_window", 0) if windowed else 0, linear=_linear(reader) if linear_layers else None,
     )  # fmt: skip
     if not (shape.hidden and shape.layers and shape.vocab and attention.heads) or shape.moe_layers > shape.layers:

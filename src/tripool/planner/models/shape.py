@@ -157,6 +157,8 @@ class ModelShape:
     mtp_accept: float = 0.7
     """Default share of accepted drafts."""
     tied_head: bool = False
+    beside_fp4: str = "fp8"
+    """Precision of all but the routed experts in published checkpoints whose experts are in FP4."""
     window: int = 0
     windowed_layers: int = 0
     """Layers whose attention reaches back `window` tokens."""

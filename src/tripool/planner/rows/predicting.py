@@ -11,15 +11,10 @@ from importlib.resources import files
 from tripool.planner.cost import DecodeModel, PrefillModel, Setup, StepCost, footprint
 from tripool.planner.cost.setup import Routing
 from tripool.planner.facts import Facts
-from tripool.planner.hardware import Hardware, hardware_names, named_hardware
-from tripool.planner.models import ModelShape, model_names, named_model
+from tripool.planner.hardware import INT4, Hardware
+from tripool.planner.models import ModelShape
+from tripool.planner.rows.names import hardware_named, model_named
 from tripool.planner.rows.reading import Row
-
-_ALIKE = {
-    "deepseek-v3.1": "deepseek-v3", "glm-4.6": "glm-4.5", "glm-4.7": "glm-4.5", "llama-3.1-70b": "llama-3-70b",
-    "llama-3.3-70b": "llama-3-70b", "llama-3.1-8b": "llama-3-8b",
-}  # fmt: skip
-"""Models of one shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,43 +44,15 @@ class Prediction:
         return self.predicted / self.published - 1.0
 
 
-@lru_cache(maxsize=1)
-def _families() -> tuple[tuple[str, str], ...]:
-    """(family, name), the longest first: H20 must not match rows of H200."""
-    found = ((named_hardware(name).family, name) for name in hardware_names())
-    return tuple(sorted(found, key=lambda pair: -len(pair[0])))
-
-
 def hardware_of(row: Row) -> Hardware | None:
-    """Matches `H100`, `8xH100`, `NVIDIA H100-80GB`, `Ascend910C`; neither `GH100` nor `H1000`."""
-    for family, name in _families():
-        begin = r"(?<![0-9])" if family[0].isdigit() else r"(?:(?<![A-Za-z0-9])|(?<=[0-9]x))"
-        end = r"(?![0-9])" if family[-1].isalpha() else r"(?![0-9]|-?3e)"
-        if re.search(rf"{begin}{re.escape(family)}{end}", row.hardware, re.IGNORECASE):
-            return named_hardware(name)
-    return None
+    return hardware_named(row.hardware)
 
 
 def model_of(row: Row, default: ModelShape) -> ModelShape | None:
     """The model that a row names, by its own config; `default` if its table is of one model; None if not known."""
     if row.model is None:
         return None
-    if not row.model:
-        return default
-    name = re.sub(r"[\s_]+", "-", row.model.rpartition("/")[2].strip().lower())
-    name = re.sub(r"^(deepseek|kimi|qwen|glm|llama|gpt-oss)-?(?=[rkv]?\d)", _hyphened, name)
-    name = next((known for alike, known in _ALIKE.items() if name == alike or name.startswith(f"{alike}-")), name)
-    names = model_names()
-    if name in names:
-        return named_model(name)
-    begun = [known for known in names if name.startswith(f"{known}-")] or [
-        known for known in names if known.startswith(f"{name}-")
-    ]
-    return named_model(max(begun, key=len)) if len(begun) == 1 or any(name.startswith(each) for each in begun) else None
-
-
-def _hyphened(found: re.Match[str]) -> str:
-    return found[1] if found[1] == "qwen" else f"{found[1]}-"
+    return model_named(row.model) if row.model else default
 
 
 Software = Mapping[str, Mapping[str, float]]
@@ -106,9 +73,11 @@ def served_by(row: Row, hardware: Hardware, software: Software | None = None) ->
         known = _SOFTWARE.fullmatch(name)
         assert known is not None, name
         word, last, chip = known.groups()
-        if chip not in (None, hardware.name) or not re.search(rf"\b{word}\b(?![ -]?[rv]\d)", row.system, re.IGNORECASE):
+        if chip not in (None, hardware.name) or not re.search(
+            rf"\b{word}\b(?![ -]?[rv]\d)", row.software, re.IGNORECASE
+        ):
             continue
-        if last is None or _is_old(f"{row.system} {row.source}", word, last, constants["until"]):
+        if last is None or _is_old(f"{row.software} {row.source}", word, last, constants["until"]):
             hardware = _with(hardware, constants, drafting=not row.simulated)
     return hardware
 
@@ -172,9 +141,11 @@ def _unknown(row: Row, hardware: Hardware | None, model: ModelShape | None) -> s
         return "model not stated"
     if model is None:
         return f"no description of {row.model}"
+    if row.unread:
+        return row.unread
     if not row.precision:
         return "precision not stated, or not known"
-    if not hardware.supports(row.precision):
+    if not hardware.supports(_precision(row, hardware)):
         return f"{row.precision} is not a precision of this hardware"
     if not row.batch:
         return "batch not stated"
@@ -182,10 +153,16 @@ def _unknown(row: Row, hardware: Hardware | None, model: ModelShape | None) -> s
         return "context not stated"
     if row.phase == "decode" and row.drafts is None and model.mtp_layers:
         return "MTP not stated"
+    if row.drafts and not model.mtp_layers:
+        return "this model has no layer that drafts, and what drafts is not described"
     if row.drafts and row.drafts > 1 and row.accept is None:
         return "accepted length of several drafts not stated"
     if row.ep is None and row.tp is None and row.chips is None:
         return "number of devices not stated"
+    if row.ep is None and row.tp is None and (row.chips or 1) * hardware.ranks > 1:
+        return "neither EP nor TP stated"
+    if row.ep and row.tp and row.ep % row.tp:
+        return f"TP{row.tp} and EP{row.ep} together are not modelled"
     if row.tp and row.tp > hardware.domain_ranks:
         return "tensor parallelism across nodes: no published latency of such reductions"
     if row.colocated and not row.answer:
@@ -195,13 +172,21 @@ def _unknown(row: Row, hardware: Hardware | None, model: ModelShape | None) -> s
     return ""
 
 
+def _precision(row: Row, hardware: Hardware) -> str:
+    assert row.precision is not None
+    if row.precision == "w8a8":
+        return hardware.eight_bit
+    if row.precision == "mxfp4":
+        return "fp4" if hardware.supports("fp4") else INT4
+    return row.precision
+
+
 def _split(row: Row) -> bool:
     """Experts split over a tensor-parallel group: a TP degree, and no EP."""
     return row.tp is not None and row.tp > 1 and row.ep is None
 
 
 def _setup(row: Row, hardware: Hardware, model: ModelShape, microbatches: int) -> Setup:
-    assert row.precision is not None
     accept = model.mtp_accept if row.accept is None else row.accept
     drafts = (row.drafts or 0) if row.phase == "decode" else 0
     tp = row.tp or 1
@@ -209,10 +194,10 @@ def _setup(row: Row, hardware: Hardware, model: ModelShape, microbatches: int) -
     if model.moe is None and row.tp is None:
         tp = ranks = (row.chips or 1) * hardware.ranks
     return Setup(
-        ep=ranks, tp=tp if ranks % tp == 0 else 1, precision=row.precision, microbatches=microbatches, drafts=drafts,
+        ep=ranks, tp=tp, precision=_precision(row, hardware), microbatches=microbatches, drafts=drafts,
         accept=accept if drafts else 0.0, balance=row.balance, kv_element_bytes=1.0 if row.eight_bit_kv else 2.0,
         attention_8bit=row.eight_bit_attention, split_experts=_split(row) and model.moe is not None,
-        expert_ranks=row.expert_ranks,
+        expert_ranks=row.expert_ranks, rest=row.rest,
     )  # fmt: skip
 
 
@@ -231,7 +216,9 @@ def _predict(row: Row, hardware: Hardware, model: ModelShape, microbatches: int,
         prefill = PrefillModel(hardware, model, setup, routing)
         step = prefill.step(per_rank, row.context)
         rate = per_rank * hardware.ranks / step.seconds
-    why = "no rate published" if row.published is None else _no_room(hardware, model, setup, per_rank, row)
+    why = _no_room(hardware, model, setup, per_rank, row)
+    if row.published is None:
+        why = why or row.unpublished or "no rate published"
     return Prediction(row, hardware, rate, step, microbatches, why)
 
 
