@@ -101,6 +101,11 @@ class Answer:
         """Of every choice; "abort" for an unfinished one."""
         return [draft.finish_reason or "abort" for draft in self._drafts]
 
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of every choice."""
+        return [len(draft.token_ids) for draft in self._drafts]
+
     def stop_string(self, choice: int) -> str | None:
         """The stop string that ended the choice, if one did."""
         return self._drafts[choice].detokenizer.stopped

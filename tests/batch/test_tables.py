@@ -18,6 +18,7 @@ from tripool.batch import LocalModel, Partitioning, ServedModel, TableJob, run_t
 from tripool.batch.answerers import LocalAnswerer
 from tripool.batch.ask import Asker
 from tripool.batch.job import Asked, BadTable, OtherRun, Reply
+from tripool.batch.table import TableRun
 from tripool.config import AdmissionConfig
 from tripool.core import SamplingParams, TokenEvent
 from tripool.engine.fake import fake_text
@@ -328,3 +329,67 @@ def test_the_command_line(tripool: Callable[..., Any], tmp_path: Path) -> None:
     assert written(tmp_path / "served") == written(tmp_path / "out")
     manifest = json.loads((tmp_path / "out/_manifest.json").read_text())
     assert manifest["model"] == "fake" and manifest["input"][0]["rows"] == 60
+
+
+class Slow:
+    """A model that answers one row at a time, and notes how much is read and not written."""
+
+    name, at_once = "slow", 4
+
+    def __init__(self, then: Callable[[int], object] = lambda count: None) -> None:
+        self._then, self._asked, self._ended = then, list[Asked](), 0
+
+    def open(self, job: TableJob) -> Slow:
+        return self
+
+    def submit(self, asked: Asked) -> None:
+        self._asked.append(asked)
+
+    def wait(self) -> list[Reply]:
+        self._ended += 1
+        self._then(self._ended)
+        return [Reply(self._asked.pop(0).id, "yes")]
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("partition", ["rows:10", "files"])
+def test_an_input_that_is_changed_during_the_run_ends_it(tmp_path: Path, partition: str) -> None:
+    """Lines would come twice or be lost, and no later run could tell. What was finished before is kept."""
+    path = write_lines(tmp_path / "in.jsonl", questions(40))
+    before = path.read_bytes()
+    job = TableJob(
+        inputs=(str(path),), out=str(tmp_path / "out"), prompt="{{ text }}", partition=Partitioning.parse(partition)
+    )
+    with pytest.raises(BadTable, match="changed or removed"):
+        run_table(job, Slow(lambda count: write_lines(path, questions(41)) if count == 15 else None))
+    finished = len(list((tmp_path / "out/_done").iterdir()))
+    assert finished == (1 if partition == "rows:10" else 0)
+    with pytest.raises(OtherRun, match="input"):
+        run_table(job, Slow())
+    path.write_bytes(before)
+    done = run_table(job, Slow())
+    assert (done.rows, done.resumed) == (40, finished)
+    again = TableJob(inputs=(str(path),), out=str(tmp_path / "gone"), prompt="{{ text }}", partition=job.partition)
+    with pytest.raises(BadTable, match="changed or removed"):
+        run_table(again, Slow(lambda count: path.unlink(missing_ok=True)))
+
+
+def test_large_rows_are_not_read_far_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tripool.batch.rows.CHUNK_BYTES", 10_000)
+    monkeypatch.setattr("tripool.batch.table._AHEAD_BYTES", 50_000)
+    most, bad = 0, '{"text": 1e999999, "x": "' + "x" * 4000 + '"'
+    rows = [bad if n % 3 else {"text": "x" * 4000} for n in range(120)]
+    path = write_lines(tmp_path / "in.jsonl", rows)
+    begin = TableRun._begin
+
+    def watched(self: TableRun, found: Any) -> bool:
+        nonlocal most
+        most = max(most, self._num_bytes)
+        return begin(self, found)
+
+    monkeypatch.setattr(TableRun, "_begin", watched)
+    done = run_table(TableJob(inputs=(str(path),), out=str(tmp_path / "out"), prompt="{{ text }}"), Slow())
+    assert (done.rows, done.bad) == (40, 80)
+    assert most < 50_000 + 2 * 16_000

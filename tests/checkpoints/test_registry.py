@@ -28,6 +28,14 @@ def source(tmp_path: Path) -> Path:
     return folder
 
 
+def test_what_was_changed_meanwhile_is_not_registered(registry: Registry, source: Path, tmp_path: Path) -> None:
+    with pytest.raises(RegistryError, match="changed meanwhile"):
+        registry.add("story", source, {}, key="a", expected="another")
+    assert registry.versions("story") == [] and not list((tmp_path / "registry/story").glob(".unfinished-*"))
+    version = registry.add("story", source, {}, key="b")
+    assert registry.add("story", source, {}, key="c", expected=version.content).number == 2
+
+
 def test_versions_are_numbered_and_the_same_key_is_the_same_version(registry: Registry, source: Path) -> None:
     first = registry.add("story", source, {"figures": {"acc": 0.5}}, key="a")
     assert registry.add("story", source, {}, key="a") == first

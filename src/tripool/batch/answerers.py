@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import msgspec
 
 from tripool.batch.job import Asked, Reply, TableJob
-from tripool.batch.types import FIRST_REST_S, MAX_REST_S, MAX_TRIES, RETRIED
+from tripool.batch.types import FIRST_REST_S, MAX_REST_S, MAX_TRIES, is_passing, is_retried
 from tripool.bench.endpoint import PATHS, find_model
 from tripool.bench.wire import Address, CannotConnect, ExchangeFailed, HttpClient
 from tripool.config import EngineConfig
@@ -24,8 +24,6 @@ from tripool.engine_protocol import StepEngine
 from tripool.errors import EngineStopped, InvalidRequest, RequestFailed, TripoolError
 from tripool.llm import LLM
 
-_WAITED_FOR = frozenset({429, 503, 529})
-"""Of the statuses that are tried again, the ones that are never the row's own fault."""
 _FATAL = frozenset({401, 403, 404, 405})
 """The server, its path, its key or its model is not as the run needs it."""
 _QUEUED = 16
@@ -183,50 +181,53 @@ class ServedAnswerer:
         body: dict[str, Any] = {"model": self._name, "seed": asked.seed, **self._common}
         body |= {"prompt": asked.text} if self._job.complete else {"messages": _messages(asked)}
         encoded = msgspec.json.encode(body)
-        rest_s, tries = FIRST_REST_S, 0
+        rest_s, tries, began_s = FIRST_REST_S, 0, self._clock()
         while True:
-            status, why, reply = await self._try(asked, encoded)
-            if reply is not None:
+            reply = await self._try(asked, encoded)
+            if isinstance(reply, Reply):
                 return reply
-            tries += status not in _WAITED_FOR and status != 0
-            if status not in RETRIED | {0} or tries >= MAX_TRIES:
-                return Reply(asked.id, wrong=why, code=f"status_{status}")
-            if self._clock() - self._last_s > _PATIENCE_S:
+            status, code, why = reply
+            tries += status != 0 and not is_passing(status, code)
+            if (status != 0 and not is_retried(status)) or tries >= MAX_TRIES:
+                return Reply(asked.id, wrong=why, code=code or f"status_{status}")
+            if self._clock() - max(self._last_s, began_s) > _PATIENCE_S:
                 raise CannotConnect(f"{self._address} gives no answer: {why}", hint="run it again to go on")
             await asyncio.sleep(rest_s)
             rest_s = min(2 * rest_s, MAX_REST_S)
 
-    async def _try(self, asked: Asked, body: bytes) -> tuple[int, str, Reply | None]:
-        """Status and what is wrong, or the reply. Status 0: there was no answer."""
+    async def _try(self, asked: Asked, body: bytes) -> Reply | tuple[int, str, str]:
+        """Or status, code and what is wrong. Status 0: there was no answer."""
         parts: list[bytes] = []
         try:
             status = await self._client.exchange(
                 "POST", self._path, body, lambda _, data, __: parts.append(data), timeout_s=_ANSWER_S
             )
         except ExchangeFailed as failure:
-            return 0, f"{failure.kind}: {failure.detail}", None
+            return 0, "", f"{failure.kind}: {failure.detail}"
         try:
             found: Any = msgspec.json.decode(b"".join(parts))
         except msgspec.MsgspecError:
             found = None
         if status != 200:
-            return status, self._refusal(status, found), None
+            return status, *self._refusal(status, found)
         try:
             choice = found["choices"][0]
             text = choice["text"] if self._job.complete else choice["message"]["content"]
-            return status, "", Reply(asked.id, text or "", cut_off=choice["finish_reason"] == "length")
+            return Reply(asked.id, text or "", cut_off=choice["finish_reason"] == "length")
         except (TypeError, LookupError):
-            return 502, "the server's answer is not OpenAI's", None
+            return 502, "", "the server's answer is not OpenAI's"
 
-    def _refusal(self, status: int, found: Any) -> str:
+    def _refusal(self, status: int, found: Any) -> tuple[str, str]:
+        """Code and reason."""
         error = found.get("error") if isinstance(found, dict) else None
-        given = error.get("message") if isinstance(error, dict) else None
+        error = error if isinstance(error, dict) else {}
+        code, given = error.get("code"), error.get("message")
         why = str(given) if given else f"the server answers {status}"
-        if status in _FATAL or (isinstance(error, dict) and _is_the_jobs(self._job, error.get("param"))):
+        if status in _FATAL or _is_the_jobs(self._job, error.get("param")):
             raise InvalidRequest(
                 f"{self._address}{self._path} answers {status}: {why}", hint="every row would be refused"
             )
-        return why
+        return code if isinstance(code, str) else "", why
 
 
 def _messages(asked: Asked) -> list[dict[str, str]]:

@@ -40,6 +40,10 @@ class ArrowChunk:
     batch: pa.RecordBatch
     rows: Sequence[Row]
 
+    @property
+    def num_bytes(self) -> int:
+        return int(self.batch.nbytes)
+
     def records(self) -> Sequence[dict[str, Any]]:
         found = iter(_values(self.batch))
         return [{} if row.wrong else next(found) for row in self.rows]

@@ -12,7 +12,7 @@ from tripool.batch.job import Summary, TableJob, TablesMissing
 from tripool.batch.out_folder import OutFolder
 from tripool.batch.table import Job, OnProgress, TableRun
 from tripool.batch.table_input import TableInput
-from tripool.errors import EngineStopped, TripoolError
+from tripool.errors import EngineStopped, TripoolError, error_of
 
 
 class _Partitions:
@@ -24,11 +24,15 @@ class _Partitions:
         self._answerer: Answerer | None = None
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        if self._answerer is None:
-            self._answerer = self._model.open(self._job)
-        partition = self._input.partitions[int(row["number"])]
-        TableRun(self._job, self._input, self._asker, self._folder, self._answerer).run([partition])
-        return {"rows": partition.num_rows}
+        """An error of ours comes back as data: of one that is raised, Ray passes on its own words only."""
+        try:
+            if self._answerer is None:
+                self._answerer = self._model.open(self._job)
+            partition = self._input.partitions[int(row["number"])]
+            TableRun(self._job, self._input, self._asker, self._folder, self._answerer).run([partition])
+        except TripoolError as error:
+            return {"rows": 0, "code": error.code, "message": error.message, "hint": error.hint}
+        return {"rows": partition.num_rows, "code": "", "message": "", "hint": ""}
 
 
 def run_table_on_ray(job: TableJob, model: Model, *, on_progress: OnProgress | None = None) -> Summary:
@@ -57,21 +61,13 @@ def run_table_on_ray(job: TableJob, model: Model, *, on_progress: OnProgress | N
                     num_cpus=1,
                 )
                 for done in todo.iter_rows():
+                    if done["code"]:
+                        raise error_of(done["code"], done["message"], done["hint"])
                     one.tell(int(done["rows"]))
             except ray.exceptions.RayError as error:
-                raise _own(error) from error
+                lines = str(error).strip().splitlines()
+                raise EngineStopped(f"Ray: {lines[-1] if lines else error!r}", hint="run it again to go on") from error
             finally:
                 if mine:
                     ray.shutdown()
     return one.summary()
-
-
-def _own(error: BaseException) -> TripoolError:
-    """The error of ours that Ray passes on, or one that says what Ray says."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, TripoolError):
-            return cause
-        cause = getattr(cause, "cause", None) or cause.__cause__
-    lines = str(error).strip().splitlines()
-    return EngineStopped(f"Ray: {lines[-1] if lines else error!r}", hint="run it again to go on")

@@ -17,6 +17,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -38,6 +39,8 @@ class OutFolder:
     def __init__(self, path: str) -> None:
         self.path = Path(path)
         self.work = self.path / "_work"
+        self._run = secrets.token_hex(8)
+        """Not the process's id: that of another host may be the same."""
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -87,7 +90,7 @@ class OutFolder:
 
     def unfinished(self, number: int, name: str) -> Path:
         """Where a file of a partition is written. No two processes write to one path, should a task be run twice."""
-        return self.work / f"{name}.part-{number:05}.{os.getpid()}"
+        return self.work / f"{name}.part-{number:05}.{self._run}"
 
     def finish(self, number: int, format: Format, rows: Path, bad: Path | None, counts: Mapping[str, int]) -> None:
         """All of the partition is written."""
@@ -113,7 +116,7 @@ class OutFolder:
             raise OtherRun(f"{self.path / _MANIFEST} is not a manifest of a table job", hint=hint) from error
 
     def _write(self, path: Path, content: bytes) -> None:
-        beside = self.work / f"{path.name}.part-{os.getpid()}"
+        beside = self.work / f"{path.name}.part-{self._run}"
         beside.write_bytes(content)
         _move(beside, path)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +54,28 @@ def decode_line(raw: bytes) -> _Request:
     return msgspec.json.decode(raw, type=_Request)
 
 
-def body_of(path: Path, line: Line) -> bytes:
-    with path.open("rb") as file:
-        file.seek(line.offset)
-        return bytes(decode_line(file.read(line.size)).body)
+def read_bodies(path: Path, lines: Sequence[Line], max_bytes: int) -> list[bytes | Exception]:
+    """The bodies of the first of the lines, up to the one with which they exceed `max_bytes`; or what is wrong."""
+    bodies: list[bytes | Exception] = []
+    num_bytes = 0
+    try:
+        with path.open("rb") as file:
+            for line in lines:
+                file.seek(line.offset)
+                bodies.append(_body(file.read(line.size)))
+                num_bytes += line.size
+                if num_bytes > max_bytes:
+                    break
+    except OSError as error:
+        bodies += [error] * (len(lines) - len(bodies))
+    return bodies
+
+
+def _body(raw: bytes) -> bytes | Exception:
+    try:
+        return bytes(decode_line(raw).body)
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:  # the file was changed
+        return error
 
 
 def _raw_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:

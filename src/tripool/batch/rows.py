@@ -32,6 +32,10 @@ class Chunk(Protocol):
     @property
     def rows(self) -> Sequence[Row]: ...
 
+    @property
+    def num_bytes(self) -> int:
+        """As it was read."""
+
     def records(self) -> Sequence[dict[str, Any]]:
         """All columns of all rows, as JSON has them."""
 
@@ -47,6 +51,7 @@ class Writer(Protocol):
 @dataclass(slots=True)
 class JsonChunk:
     rows: Sequence[Row]
+    num_bytes: int = 0
 
     def records(self) -> Sequence[dict[str, Any]]:
         return [dict(row.values) for row in self.rows]
@@ -90,10 +95,10 @@ def json_chunks(lines: Iterable[tuple[int, bytes]]) -> Iterator[JsonChunk]:
         rows.append(_row(position, line))
         num_bytes += len(line)
         if len(rows) >= CHUNK_ROWS or num_bytes >= CHUNK_BYTES:
-            yield JsonChunk(rows)
+            yield JsonChunk(rows, num_bytes)
             rows, num_bytes = [], 0
     if rows:
-        yield JsonChunk(rows)
+        yield JsonChunk(rows, num_bytes)
 
 
 def _row(position: int, line: bytes) -> Row:

@@ -43,7 +43,19 @@ class Source:
     """Position of its first row."""
     num_positions: int
     num_rows: int
+    stamp: tuple[int, int]
+    """Size and time of change when it was read."""
     marks: tuple[Mark, ...] = ()
+
+    def check(self) -> None:
+        """Raises if the file is not the one that was read at first: rows would be missing, or come twice."""
+        try:
+            same = _stamp(Path(self.path)) == self.stamp
+        except OSError:
+            same = False
+        if not same:
+            hint = "give it back its content and run it again, or begin anew in another folder"
+            raise BadTable(f"{self.path} was changed or removed during the run", hint=hint)
 
     def described(self) -> dict[str, object]:
         return {"file": Path(self.path).name, "bytes": self.num_bytes, "xxh3": self.digest, "rows": self.num_rows}
@@ -143,7 +155,7 @@ def find_files(names: Sequence[str]) -> list[Path]:
 
 
 def _read_lines(path: Path, first: int, mark_every: int) -> Source:
-    digest, marks = xxhash.xxh3_64(), [Mark(0, 0, 0)]
+    stamp, digest, marks = _stamp(path), xxhash.xxh3_64(), [Mark(0, 0, 0)]
     lines = rows = offset = 0
     begins, blank = True, True
     with path.open("rb") as file:
@@ -158,20 +170,25 @@ def _read_lines(path: Path, first: int, mark_every: int) -> Source:
                 lines, rows, blank = lines + 1, rows + (not blank), True
     if not begins:
         lines, rows = lines + 1, rows + (not blank)
-    return Source(str(path), "jsonl", offset, digest.hexdigest(), first, lines, rows, tuple(marks))
+    return Source(str(path), "jsonl", offset, digest.hexdigest(), first, lines, rows, stamp, tuple(marks))
 
 
 def _read_parquet(path: Path, first: int, mark_every: int) -> Source:
     from tripool.batch.arrow import open_parquet
 
-    digest, size = xxhash.xxh3_64(), 0
+    stamp, digest, size = _stamp(path), xxhash.xxh3_64(), 0
     with path.open("rb") as file:
         while part := file.read(_READ):
             digest.update(part)
             size += len(part)
     with open_parquet(path) as parquet:
         rows = parquet.metadata.num_rows
-    return Source(str(path), "parquet", size, digest.hexdigest(), first, rows, rows)
+    return Source(str(path), "parquet", size, digest.hexdigest(), first, rows, rows, stamp)
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns
 
 
 def _marks(source: Source, low: int, high: int) -> tuple[Mark, int]:

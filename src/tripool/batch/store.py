@@ -1,4 +1,4 @@
-"""The store of files and batches: one SQLite database and a folder of files, for one server at a time.
+"""The store of files and batches: one SQLite database and a folder of files, for the processes of one server.
 
 Every change is on disk when a call returns. An answer is written once, with the counts of its batch, in one
 transaction; what was not written when the server died is computed again. The output of a batch becomes a file before
@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tripool.batch.store_tables import IS_OPEN, make_tables, read_batches, read_files
 from tripool.batch.types import (
     OPEN,
     Answered,
@@ -34,57 +35,53 @@ from tripool.batch.types import (
 )
 
 TENANT_BYTES = 4 * 10**9
-"""Of one tenant's files and unfinished answers."""
-TENANT_OPEN = 100
-"""Batches of one tenant that have not ended."""
-_FINISHED_FILES_S = 30 * 86_400
-"""How long outputs are kept, unless a batch says otherwise."""
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS files (
-    id TEXT PRIMARY KEY, tenant TEXT NOT NULL, purpose TEXT NOT NULL, filename TEXT NOT NULL,
-    num_bytes INTEGER NOT NULL, created_s INTEGER NOT NULL, expires_s INTEGER
-) STRICT;
-CREATE INDEX IF NOT EXISTS files_of ON files (tenant);
-CREATE TABLE IF NOT EXISTS batches (
-    id TEXT PRIMARY KEY, tenant TEXT NOT NULL, key TEXT NOT NULL, endpoint TEXT NOT NULL, input_file_id TEXT NOT NULL,
-    window TEXT NOT NULL, metadata TEXT, status TEXT NOT NULL, created_s INTEGER NOT NULL, expires_s INTEGER NOT NULL,
-    times TEXT NOT NULL DEFAULT '{}', errors TEXT NOT NULL DEFAULT '[]', output_file_id TEXT, error_file_id TEXT,
-    total INTEGER NOT NULL DEFAULT 0, completed INTEGER NOT NULL DEFAULT 0, failed INTEGER NOT NULL DEFAULT 0
-) STRICT;
-CREATE INDEX IF NOT EXISTS batches_of ON batches (tenant);
-CREATE TABLE IF NOT EXISTS lines (
-    batch_id TEXT NOT NULL, number INTEGER NOT NULL, offset INTEGER NOT NULL, size INTEGER NOT NULL,
-    custom_id TEXT NOT NULL, status_code INTEGER, entry BLOB, PRIMARY KEY (batch_id, number)
-) STRICT, WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS open_lines ON lines (batch_id, number) WHERE status_code IS NULL;
-"""
+"""Of one tenant's files, and of the answers of its open batches."""
+TENANT_FILES = 10_000
+"""Files of one tenant, beyond which it may not upload more."""
+TENANT_OPEN, TENANT_BATCHES = 100, 10_000
+"""Batches of one tenant that have not ended, and all that are known."""
+_KEPT_S = 30 * 86_400
+"""How long outputs are kept, and batches after their end."""
+_DELETE = "delete files that are no longer needed"
 
 
 class BatchStore:
-    """For any thread; one call at a time. `folder` is locked: a second server with the same one is refused."""
+    """For any thread; one call at a time. `folder` is locked: a second server with the same one is refused. `locked`:
+    by another process of this server, as a file descriptor that this one has inherited."""
 
-    def __init__(self, folder: Path, *, tenant_bytes: int = TENANT_BYTES, tenant_open: int = TENANT_OPEN) -> None:
+    def __init__(
+        self, folder: Path, *, locked: int | None = None, tenant_bytes: int = TENANT_BYTES,
+        tenant_open: int = TENANT_OPEN,
+    ) -> None:  # fmt: skip
         self._folder, self._tenant_bytes, self._tenant_open = folder, tenant_bytes, tenant_open
         self._lock = threading.Lock()
         try:
             (folder / "files").mkdir(0o700, parents=True, exist_ok=True)
             folder.chmod(0o700)
-            self._locked = os.open(folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC
+            self._locked = os.open(folder / "lock", flags, 0o600) if locked is None else os.dup(locked)
         except OSError as error:
             raise _failed(folder, error.strerror or str(error)) from error
         try:
-            fcntl.flock(self._locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if locked is None:
+                fcntl.flock(self._locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._db = sqlite3.connect(folder / "batches.db", isolation_level=None, check_same_thread=False)
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=FULL")
-            self._db.executescript(_SCHEMA)
-            self._drop_strays()
+            make_tables(self._db)
+            if locked is None:  # else uploads to other processes may be under way
+                self._drop_strays()
         except BlockingIOError as error:
             os.close(self._locked)
             raise _failed(folder, "another server uses it; name a folder for each with --batch-dir") from error
         except sqlite3.Error as error:
             os.close(self._locked)
             raise _failed(folder, str(error)) from error
+
+    @property
+    def locked(self) -> int:
+        """The folder's lock, as a file descriptor."""
+        return self._locked
 
     def close(self) -> None:
         with self._lock:
@@ -97,6 +94,12 @@ class BatchStore:
         """Bytes that the tenant may still store."""
         with self._transaction() as db:
             return self._tenant_bytes - self._used(db, tenant)
+
+    def full_tenants(self) -> frozenset[str]:
+        """Those with open batches and without room for their answers."""
+        with self._transaction() as db:
+            tenants = [row[0] for row in db.execute(f"SELECT DISTINCT tenant FROM batches WHERE {IS_OPEN}", OPEN)]
+            return frozenset(one for one in tenants if self._used(db, one) >= self._tenant_bytes)
 
     def upload_path(self) -> Path:
         """For the bytes of a new file, before `add_file`; removed at the next start if that is never called."""
@@ -112,14 +115,15 @@ class BatchStore:
         )  # fmt: skip
         with self._transaction() as db:
             if self._used(db, tenant) + num_bytes > self._tenant_bytes:
-                hint = "delete files that are no longer needed"
-                raise StorageFull(f"files may take {self._tenant_bytes} bytes in all", hint=hint)
+                raise StorageFull(f"files may take {self._tenant_bytes} bytes in all", hint=_DELETE)
+            if db.execute("SELECT count(*) FROM files WHERE tenant = ?", (tenant,)).fetchone()[0] >= TENANT_FILES:
+                raise StorageFull(f"there are {TENANT_FILES} files already", hint=_DELETE)
             self._keep(db, file, uploaded)
         return file
 
     def _keep(self, db: sqlite3.Connection, file: StoredFile, made: Path) -> None:
         """In a transaction: the file is there before its row is."""
-        os.replace(made, self._path(file.id))
+        os.replace(made, self.path(file.id))
         values = (file.id, file.tenant, file.purpose, file.filename, file.num_bytes, file.created_s, file.expires_s)
         db.execute("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?)", values)
 
@@ -128,7 +132,7 @@ class BatchStore:
             return self._file(db, tenant, file_id)
 
     def _file(self, db: sqlite3.Connection, tenant: str, file_id: str) -> StoredFile:
-        found = next(_files(db, "WHERE tenant = ? AND id = ?", (tenant, file_id)), None)
+        found = next(read_files(db, "WHERE tenant = ? AND id = ?", (tenant, file_id)), None)
         if found is None:
             raise FileUnknown(f"there is no file '{file_id[:100]}'", hint="GET /v1/files lists those of this key")
         return found
@@ -137,12 +141,9 @@ class BatchStore:
         order = "ASC" if ascending else "DESC"
         with self._transaction() as db:
             where = "WHERE tenant = ? AND (? IS NULL OR purpose = ?)"
-            return list(_files(db, f"{where} ORDER BY rowid {order}", (tenant, purpose, purpose)))
+            return list(read_files(db, f"{where} ORDER BY rowid {order}", (tenant, purpose, purpose)))
 
-    def path(self, file: StoredFile) -> Path:
-        return self._path(file.id)
-
-    def _path(self, file_id: str) -> Path:
+    def path(self, file_id: str) -> Path:
         return self._folder / "files" / file_id
 
     def delete_file(self, tenant: str, file_id: str) -> None:
@@ -152,15 +153,14 @@ class BatchStore:
             self._remove(db, file_id)
 
     def _check_unused(self, db: sqlite3.Connection, file_id: str) -> None:
-        marks = ", ".join("?" * len(OPEN))
-        query = f"SELECT id FROM batches WHERE input_file_id = ? AND status IN ({marks})"
+        query = f"SELECT id FROM batches WHERE input_file_id = ? AND {IS_OPEN}"
         used = db.execute(query, (file_id, *OPEN)).fetchone()
         if used is not None:
             raise FileInUse(f"batch '{used[0]}' reads '{file_id}'", hint="cancel it first, or wait for its end")
 
     def _remove(self, db: sqlite3.Connection, file_id: str) -> None:
         db.execute("DELETE FROM files WHERE id = ?", (file_id,))
-        self._path(file_id).unlink(missing_ok=True)
+        self.path(file_id).unlink(missing_ok=True)
 
     # ---- batches ----------------------------------------------------------------------------------------------------
 
@@ -171,14 +171,16 @@ class BatchStore:
         batch_id = f"batch_{secrets.token_hex(12)}"
         with self._transaction() as db:
             self._file(db, tenant, input_file_id)
-            marks = ", ".join("?" * len(OPEN))
-            query = f"SELECT count(*) FROM batches WHERE tenant = ? AND status IN ({marks})"
+            query = f"SELECT count(*) FROM batches WHERE tenant = ? AND {IS_OPEN}"
             if db.execute(query, (tenant, *OPEN)).fetchone()[0] >= self._tenant_open:
                 raise StorageFull(f"{self._tenant_open} batches are open", hint="wait for one to end, or cancel it")
             written = None if metadata is None else json.dumps(metadata)
             values = (batch_id, tenant, key, endpoint, input_file_id, window, written, "validating", now_s)
             names = "id, tenant, key, endpoint, input_file_id, window, metadata, status, created_s, expires_s"
             db.execute(f"INSERT INTO batches ({names}) VALUES ({', '.join('?' * 10)})", (*values, now_s + window_s))
+            oldest = "SELECT rowid FROM batches WHERE tenant = ? ORDER BY rowid DESC LIMIT -1 OFFSET ?"
+            gone = f"DELETE FROM batches WHERE rowid IN ({oldest}) AND NOT {IS_OPEN}"
+            db.execute(gone, (tenant, TENANT_BATCHES, *OPEN))
             return self._batch(db, tenant, batch_id)
 
     def batch(self, tenant: str, batch_id: str) -> Batch:
@@ -186,7 +188,7 @@ class BatchStore:
             return self._batch(db, tenant, batch_id)
 
     def _batch(self, db: sqlite3.Connection, tenant: str | None, batch_id: str) -> Batch:
-        found = next(_batches(db, "WHERE id = ? AND (? IS NULL OR tenant = ?)", (batch_id, tenant, tenant)), None)
+        found = next(read_batches(db, "WHERE id = ? AND (? IS NULL OR tenant = ?)", (batch_id, tenant, tenant)), None)
         if found is None:
             raise BatchUnknown(f"there is no batch '{batch_id[:100]}'", hint="GET /v1/batches lists those of this key")
         return found
@@ -194,13 +196,12 @@ class BatchStore:
     def batches(self, tenant: str) -> list[Batch]:
         """The newest first."""
         with self._transaction() as db:
-            return list(_batches(db, "WHERE tenant = ? ORDER BY rowid DESC", (tenant,)))
+            return list(read_batches(db, "WHERE tenant = ? ORDER BY rowid DESC", (tenant,)))
 
     def open_batches(self) -> list[Batch]:
         """Of all tenants, the oldest first."""
-        marks = ", ".join("?" * len(OPEN))
         with self._transaction() as db:
-            return list(_batches(db, f"WHERE status IN ({marks}) ORDER BY rowid", OPEN))
+            return list(read_batches(db, f"WHERE {IS_OPEN} ORDER BY rowid", OPEN))
 
     def cancel(self, tenant: str, batch_id: str, now_s: int) -> Batch:
         with self._transaction() as db:
@@ -245,7 +246,8 @@ class BatchStore:
                 sql = "UPDATE lines SET status_code = ?, entry = ? WHERE batch_id = ? AND number = ? "
                 if db.execute(f"{sql} AND status_code IS NULL", values).rowcount:
                     column = "completed" if one.status_code == 200 else "failed"
-                    db.execute(f"UPDATE batches SET {column} = {column} + 1 WHERE id = ?", (one.batch_id,))
+                    counts = f"{column} = {column} + 1, answer_bytes = answer_bytes + ?"
+                    db.execute(f"UPDATE batches SET {counts} WHERE id = ?", (len(one.entry), one.batch_id))
 
     def finish(self, batch_id: str, now_s: int, unanswered: dict[str, str]) -> Batch:
         """Write its output and error files and mark it as ended. `unanswered`: the error of lines without an answer."""
@@ -265,7 +267,7 @@ class BatchStore:
                     file = StoredFile(
                         id=f"file-{secrets.token_hex(12)}", tenant=batch.tenant, purpose="batch_output",
                         filename=f"{batch_id}_{column.partition('_')[0]}.jsonl", num_bytes=made.stat().st_size,
-                        created_s=now_s, expires_s=now_s + _FINISHED_FILES_S,
+                        created_s=now_s, expires_s=now_s + _KEPT_S,
                     )  # fmt: skip
                     self._keep(db, file, made)
                     db.execute(f"UPDATE batches SET {column} = ? WHERE id = ?", (file.id, batch_id))
@@ -273,14 +275,28 @@ class BatchStore:
                 failed = batch.total - batch.completed
                 db.execute("UPDATE batches SET failed = ? WHERE id = ?", (failed, batch_id))
             db.execute("DELETE FROM lines WHERE batch_id = ?", (batch_id,))
+            db.execute("UPDATE batches SET answer_bytes = 0 WHERE id = ?", (batch_id,))
             self._move(db, self._batch(db, None, batch_id), last, now_s)
             return self._batch(db, None, batch_id)
 
     def _write_output(self, batch: Batch, unanswered: dict[str, str], *, good: bool, skip_open: bool) -> Path | None:
-        path, count = self.upload_path(), 0
+        path = self.upload_path()
+        try:
+            count = self._write_entries(path, batch, unanswered, good=good, skip_open=skip_open)
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            raise _failed(self._folder, str(error)) from error
+        if not count:
+            path.unlink()
+        return path if count else None
+
+    def _write_entries(
+        self, path: Path, batch: Batch, unanswered: dict[str, str], *, good: bool, skip_open: bool
+    ) -> int:
+        """Returns how many there are."""
         which = "status_code = 200" if good else "(status_code != 200 OR status_code IS NULL)"
         query = f"SELECT number, custom_id, entry FROM lines WHERE batch_id = ? AND {which} AND number > ?"
-        last = 0
+        last = count = 0
         with path.open("wb") as file:
             while True:
                 with self._transaction() as db:
@@ -295,13 +311,13 @@ class BatchStore:
                     file.write((entry or not_run(batch.id, number, custom_id, unanswered)) + b"\n")
             file.flush()
             os.fsync(file.fileno())
-        if not count:
-            path.unlink()
-        return path if count else None
+        return count
 
-    def expire_files(self, now_s: int) -> None:
+    def expire(self, now_s: int) -> None:
+        """Remove files whose time is over, and batches that ended long ago."""
         with self._transaction() as db:
-            for file in list(_files(db, "WHERE expires_s <= ?", (now_s,))):
+            db.execute(f"DELETE FROM batches WHERE expires_s <= ? AND NOT {IS_OPEN}", (now_s - _KEPT_S, *OPEN))
+            for file in list(read_files(db, "WHERE expires_s <= ?", (now_s,))):
                 try:
                     self._check_unused(db, file.id)
                 except FileInUse:
@@ -316,7 +332,9 @@ class BatchStore:
 
     def _used(self, db: sqlite3.Connection, tenant: str) -> int:
         files = "SELECT coalesce(sum(num_bytes), 0) FROM files WHERE tenant = ?"
-        return int(db.execute(files, (tenant,)).fetchone()[0])
+        answers = f"SELECT coalesce(sum(answer_bytes), 0) FROM batches WHERE tenant = ? AND {IS_OPEN}"
+        parts = db.execute(files, (tenant,)).fetchone(), db.execute(answers, (tenant, *OPEN)).fetchone()
+        return sum(int(part[0]) for part in parts)
 
     def _drop_strays(self) -> None:
         """Files of uploads, outputs and deletions that a server's death left half done."""
@@ -349,23 +367,3 @@ def not_run(batch_id: str, number: int, custom_id: str, error: dict[str, str]) -
 
 def _failed(folder: Path, why: str) -> StoreFailed:
     return StoreFailed(f"the batches in {folder} cannot be stored: {why}", hint="see `tripool serve --batch-dir`")
-
-
-def _files(db: sqlite3.Connection, where: str, values: Sequence[Any]) -> Iterator[StoredFile]:
-    names = ("id", "tenant", "purpose", "filename", "num_bytes", "created_s", "expires_s")
-    for row in db.execute(f"SELECT {', '.join(names)} FROM files {where}", values):
-        yield StoredFile(**dict(zip(names, row, strict=True)))
-
-
-_COLUMNS = (
-    "id", "tenant", "key", "endpoint", "input_file_id", "window", "metadata", "status", "created_s", "expires_s",
-    "times", "errors", "output_file_id", "error_file_id", "total", "completed", "failed",
-)  # fmt: skip
-
-
-def _batches(db: sqlite3.Connection, where: str, values: Sequence[Any]) -> Iterator[Batch]:
-    for row in db.execute(f"SELECT {', '.join(_COLUMNS)} FROM batches {where}", values):
-        found = dict(zip(_COLUMNS, row, strict=True))
-        for name in ("metadata", "times", "errors"):
-            found[name] = None if found[name] is None else json.loads(found[name])
-        yield Batch(**found)

@@ -24,6 +24,8 @@ from tripool.batch.table_input import TableInput
 
 _AHEAD = 4
 """Rows read and not written, per row under way: an answer may take many times as long as those of its neighbours."""
+_AHEAD_BYTES = 64 * 2**20
+"""Of rows as they were read; beyond it no more are read while any is under way."""
 
 OnRows = Callable[[int], None]
 """Called with how many more rows of the input are done."""
@@ -65,6 +67,7 @@ class TableRun:
         self._under_way: dict[int, tuple[_OpenPartition, _OpenChunk, int]] = {}
         self._num_read = 0
         """Rows in open chunks."""
+        self._num_bytes = 0
         self._next_id = 0
 
     def run(self, partitions: Sequence[Partition]) -> None:
@@ -74,7 +77,7 @@ class TableRun:
             try:
                 more = True
                 while more or self._under_way:
-                    while more and len(self._under_way) < self._answerer.at_once and self._num_read < most:
+                    while more and len(self._under_way) < self._answerer.at_once and self._may_read(most):
                         more = self._begin(next(rows, None))
                     self._settle()
                     if self._under_way:
@@ -90,6 +93,9 @@ class TableRun:
 
     # ---- rows -------------------------------------------------------------------------------------------------------
 
+    def _may_read(self, most_rows: int) -> bool:
+        return not self._under_way or (self._num_read < most_rows and self._num_bytes < _AHEAD_BYTES)
+
     def _rows(self, partitions: Sequence[Partition]) -> Generator[tuple[_OpenPartition, _OpenChunk, int]]:
         """Each row, with where its answer belongs."""
         for partition in partitions:
@@ -99,10 +105,12 @@ class TableRun:
                 for chunk in chunks:
                     opened = _OpenChunk(chunk, [None] * len(chunk.rows))
                     one.chunks.append(opened)
+                    self._num_bytes += chunk.num_bytes
                     for at in range(len(chunk.rows)):
                         self._num_read += 1
                         yield one, opened, at
                     opened.is_read = True
+                    self._settle()  # all of its rows may be bad
             one.is_read = True
 
     def _begin(self, found: tuple[_OpenPartition, _OpenChunk, int] | None) -> bool:
@@ -166,6 +174,7 @@ class TableRun:
         good, bad = len(chunk.answers) - len(chunk.bad), len(chunk.bad)
         one.rows, one.bad = one.rows + good, one.bad + bad
         self._num_read -= len(chunk.answers)
+        self._num_bytes -= chunk.chunk.num_bytes
 
     def _place(self, partition: int, at: int, row: Row) -> dict[str, Any]:
         if row.position is None:

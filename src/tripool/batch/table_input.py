@@ -67,12 +67,32 @@ class TableInput:
             part.mkdir(parents=True)
             paths = [part / str(number) for number in range(by.size)]
             (part / "counts.json").write_text(json.dumps(self._spool(paths)))
+            for source in self.sources.files:
+                source.check()
             part.rename(parted)
         counts = json.loads((parted / "counts.json").read_text())
         self.partitions = [Partition(number, (), rows) for number, rows in enumerate(counts)]
 
     def chunks(self, partition: Partition) -> Generator[Chunk]:
         """With an empty first chunk, so that a partition without rows has columns too."""
+        for part in partition.slices:
+            part.source.check()
+        yield from self._chunks(partition)
+        for part in partition.slices:
+            part.source.check()
+
+    def writer(self, file: Any, first: Chunk) -> Writer:
+        """`first`: any chunk of the partition."""
+        if self.format == "jsonl":
+            return JsonWriter(file)
+        from tripool.batch.arrow import ArrowChunk, ParquetWriter
+
+        assert isinstance(first, ArrowChunk)
+        return ParquetWriter(file, first.batch.schema, self._job.columns())
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _chunks(self, partition: Partition) -> Generator[Chunk]:
         if self._schema is None:
             yield JsonChunk([])
             yield from json_chunks(self._lines(partition))
@@ -93,17 +113,6 @@ class TableInput:
                 yield chunk_of(batch, positions, self._used)
                 yield from _drained(wrong, empty)
             yield from _drained(wrong, empty)
-
-    def writer(self, file: Any, first: Chunk) -> Writer:
-        """`first`: any chunk of the partition."""
-        if self.format == "jsonl":
-            return JsonWriter(file)
-        from tripool.batch.arrow import ArrowChunk, ParquetWriter
-
-        assert isinstance(first, ArrowChunk)
-        return ParquetWriter(file, first.batch.schema, self._job.columns())
-
-    # ---- inside -----------------------------------------------------------------------------------------------------
 
     def _lines(self, partition: Partition) -> Iterator[tuple[int, bytes]]:
         if self._job.partition.kind != "hash":
@@ -137,6 +146,9 @@ class TableInput:
             schema = parquet_schema([source.path for source in self.sources.files])
         else:
             schema = inferred_schema(json_chunks(numbered_lines(self.sources.whole())))
+        twice = [name for name in schema.names if schema.names.count(name) > 1]
+        if twice:
+            raise BadTable(f"the input has two columns '{twice[0]}'", hint="rename one of them")
         if ROW in schema.names:
             raise BadTable(f"the input has a column '{ROW}'", hint="rename it: queries find the row's number there")
         return schema

@@ -13,10 +13,22 @@ ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/me
 MAX_LINES = 50_000
 MAX_FILE_BYTES = 200 * 10**6
 MAX_LINE_BYTES = 4 * 2**20
-RETRIED = frozenset({408, 429, 500, 502, 503, 504, 529})
-"""Statuses of passing reasons."""
+_RETRIED = frozenset({408, 429, 500, 502, 503, 504, 529})
+_PASSING = frozenset({429, 503, 529})
+_MAY_BE_ITS_OWN = frozenset({"workers_failed"})
+"""Codes of such statuses: a request that workers were lost with again and again may be what they were lost by."""
 MAX_TRIES = 8
+"""Of a request that fails for what may be its own fault."""
 FIRST_REST_S, MAX_REST_S = 0.2, 10.0
+
+
+def is_retried(status: int) -> bool:
+    return status in _RETRIED
+
+
+def is_passing(status: int, code: str = "") -> bool:
+    """Whether a refusal is about the server alone, which has no room, say: then a request is tried until it passes."""
+    return status in _PASSING and code not in _MAY_BE_ITS_OWN
 
 
 class FileUnknown(TripoolError, status=404, code="file_unknown"):

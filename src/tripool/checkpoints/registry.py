@@ -104,8 +104,13 @@ class Registry:
 
     # ---- writing ----------------------------------------------------------------------------------------------------
 
-    def add(self, name: str, source: Path, lineage: Mapping[str, Any], *, key: str) -> Version:
-        """Copy a checkpoint into the registry. One that was added with the same `key` is returned as it is."""
+    def add(
+        self, name: str, source: Path, lineage: Mapping[str, Any], *, key: str, expected: str | None = None
+    ) -> Version:
+        """Copy a checkpoint into the registry. One that was added with the same `key` is returned as it is.
+
+        `expected`: the content hash that the copy must have.
+        """
         folder = self._writable(name)
         known = next((one for one in self.versions(name) if one.lineage.get("key") == key), None)
         if known is not None:
@@ -113,6 +118,10 @@ class Registry:
         copied = Path(tempfile.mkdtemp(prefix=f"{_UNFINISHED}{os.getpid()}-", dir=folder))
         _copy(source, copied)
         content = content_hash(copied if source.is_dir() else copied / source.name)
+        if expected not in (None, content):
+            shutil.rmtree(copied)
+            problem = f"{source} is not what was evaluated: it was changed meanwhile"
+            raise RegistryError(problem, hint="nothing was registered; run the pipeline again")
         with self._locked(folder):
             self._clean(folder, copied)
             taken = [int(one.name.rpartition("@")[2]) for one in folder.glob(f"{name}@*") if one.suffix != ".json"]

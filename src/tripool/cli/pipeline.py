@@ -80,7 +80,7 @@ class _Server:
         return post(self._url, f"/v1/canary/{quote(name)}", self._api_key, body, timeout_s=_PATIENCE_S)
 
     def state(self, name: str) -> dict[str, Any] | None:
-        hint = "is it a server of one process that serves this model from the registry?"
+        hint = "is it a server that serves this model from the registry, by its name without a version?"
         try:
             return ask(self._url, f"/v1/canary/{quote(name)}", self._api_key, without=hint)
         except NoAnswer as error:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Query
@@ -15,7 +17,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 
 from tripool.batch import BatchRunner, BatchStore
 from tripool.batch.runner import Reply
-from tripool.batch.types import ENDPOINTS, Batch, NoSuchEndpoint, StoredFile, StoreFailed
+from tripool.batch.types import ENDPOINTS, Batch, NoSuchEndpoint, StorageFull, StoredFile, StoreFailed
 from tripool.config import GatewayConfig
 from tripool.errors import InvalidRequest, TripoolError
 from tripool.gateway import json_types as of
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from tripool.gateway.admin import InFlight
     from tripool.gateway.models import Models
 
+_LOG = logging.getLogger("tripool.batch")
 T = TypeVar("T", StoredFile, Batch)
 _APIS: dict[str, Api] = dict(zip(ENDPOINTS, ("chat", "completion", "responses", "messages"), strict=True))
 _WINDOWS_S = {"24h": 86_400}
@@ -43,6 +46,12 @@ _SLOTS = 32
 """Lines under way where the backend does not say how much it computes at once."""
 _AHEAD = 3.0
 """Lines under way, per slot: some are read or written while others are computed."""
+_NO_ROOM = {
+    "code": StorageFull.code,
+    "message": "the batch waits for room for its answers: delete files that are no longer needed",
+    "line": None,
+    "param": None,
+}
 CREATE = Fields(
     {"input_file_id": of.TEXT, "endpoint": of.TEXT, "completion_window": of.TEXT, "metadata": of.OBJECT},
     required=("input_file_id", "endpoint"),
@@ -55,14 +64,27 @@ class BatchesOff(TripoolError, status=404, code="batches_off"):
     """This server has no folder for files and batches."""
 
 
+class SharedBatches(NamedTuple):
+    """Where several gateways have one folder."""
+
+    locked: int
+    """The folder's lock, which their supervisor holds, as a file descriptor."""
+    may_run: Callable[[], bool]
+    """Whether it is this one that runs batches."""
+
+
 class BatchService:
-    """The files and batches of one server; nothing without a folder. Started and stopped with the server's loop."""
+    """The files and batches of one server; nothing without a folder. Started and stopped with the server's loop.
+
+    With several gateways each takes files and batches, and one of them runs them."""
 
     def __init__(
-        self, config: GatewayConfig, answer: AnswerLine, models: Models, in_flight: InFlight, access: Access | None
-    ) -> None:
+        self, config: GatewayConfig, answer: AnswerLine, models: Models, in_flight: InFlight, access: Access | None,
+        shared: SharedBatches | None = None,
+    ) -> None:  # fmt: skip
         self._answer, self._models, self._in_flight, self._access = answer, models, in_flight, access
-        self._store = BatchStore(Path(config.batch_dir)) if config.batch_dir else None
+        locked, self._may_run = shared or (None, lambda: True)
+        self._store = BatchStore(Path(config.batch_dir), locked=locked) if config.batch_dir else None
         self._runner: BatchRunner | None = None
 
     @property
@@ -74,7 +96,9 @@ class BatchService:
 
     def start(self) -> None:
         if self._store is not None:
-            self._runner = BatchRunner(self._store, self._run, self._slots, may_start=self._may_start)
+            self._runner = BatchRunner(
+                self._store, self._run, self._slots, may_start=self._may_start, may_run=self._may_run
+            )
             self._runner.start()
 
     async def stop(self) -> None:
@@ -106,10 +130,17 @@ class BatchService:
             response = await self._answer(HttpRequest(scope), _APIS[batch.endpoint], body, request_id)
             await response(scope, receive, send)  # type: ignore[arg-type]
         except TripoolError as error:
-            shown = msgspec.json.encode(error_shape(error, dialect_of(batch.endpoint)))
-            return Reply(error.status, request_id, shown)
+            return _refused(batch, request_id, error)
+        except Exception:  # noqa: BLE001 (logged; as over HTTP, a fault ends this request alone)
+            _LOG.exception("line %s failed", request_id)
+            return _refused(batch, request_id, TripoolError("internal server error; see the server's log"))
         raw = b"".join(message.get("body", b"") for message in sent)
         return Reply(int(sent[0]["status"]), request_id, raw)
+
+
+def _refused(batch: Batch, request_id: str, error: TripoolError) -> Reply:
+    shown = msgspec.json.encode(error_shape(error, dialect_of(batch.endpoint)))
+    return Reply(error.status, request_id, shown, error.code)
 
 
 def batch_routes(service: BatchService, bodies: Bodies) -> APIRouter:
@@ -161,7 +192,7 @@ def _add_files(routes: APIRouter, service: BatchService) -> None:
     async def content(file_id: str, http: HttpRequest) -> Response:
         runner = service.runner
         found = await runner.call(runner.store.file, caller_of(http).tenant.name, file_id)
-        path = runner.store.path(found)
+        path = runner.store.path(found.id)
         if not path.exists():
             raise StoreFailed(f"'{file_id}' was removed from the server's folder", hint="upload it again")
         return FileResponse(path, media_type="application/octet-stream")
@@ -201,8 +232,10 @@ def _add_batches(routes: APIRouter, service: BatchService, bodies: Bodies) -> No
 
     @routes.get("/v1/batches/{batch_id}")
     async def batch(batch_id: str, http: HttpRequest) -> dict[str, Any]:
-        runner = service.runner
-        return (await runner.call(runner.store.batch, caller_of(http).tenant.name, batch_id)).shown()
+        runner, tenant = service.runner, caller_of(http).tenant.name
+        found = await runner.call(runner.store.batch, tenant, batch_id)
+        waits = found.status == "in_progress" and await runner.call(runner.store.room, tenant) <= 0
+        return (replace(found, errors=[_NO_ROOM]) if waits else found).shown()
 
     @routes.post("/v1/batches/{batch_id}/cancel")
     async def cancel(batch_id: str, http: HttpRequest) -> Response:

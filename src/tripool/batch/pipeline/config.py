@@ -72,7 +72,7 @@ class Canary(CanaryPlan):
     """As `POST /v1/canary/NAME` takes it."""
 
     url: str
-    """Of a running server of one process that serves the model by its name."""
+    """Of a running server that serves the model by its name."""
 
     def asked(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if name != "url"}

@@ -180,10 +180,7 @@ class Run:
 
         def run(folder: Path) -> Made:
             key = key_of("register", settings, inputs)
-            version = self._registry.add(name, Path(model.path), lineage, key=key)
-            if version.content != model.content:
-                problem = f"{version.label} is not what was evaluated: it was changed while it was copied"
-                raise RegistryError(problem, hint="run the pipeline again")
+            version = self._registry.add(name, Path(model.path), lineage, key=key, expected=model.content)
             write_durably(folder / "version.json", {"version": version.number, "content": version.content})
             return Made(folder / "version.json")
 
