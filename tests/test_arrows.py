@@ -30,6 +30,7 @@ PURE = (
 """Run without torch: the planner and the simulator stand on these, and a gateway needs text and grammars."""
 PURE += tuple(f"bench.{name}" for name in ("page", "prompts", "report", "samples", "summary", "trace", "workload"))
 PURE += ("control.canary", "control.model_policy", "control.topology", "control.allocation")
+PURE += tuple(f"control.{name}" for name in ("autoscaler", "demand", "forecast", "scaling"))
 PURE += ("observe.checks", "observe.machine")
 PURE += ("train.plan",)
 PURE += ("hosts.traffic", "hosts.silence")
@@ -42,7 +43,8 @@ WORLDLY |= {"prefill.worker", "decode.worker", "planner.probe"}
 WORLDLY |= {"tenants.key_store", "tenants.usage_log", "tenants.key_watcher"}
 WORLDLY |= {"cache.host", "simulate"}
 WORLDLY |= {f"simulate.{name}" for name in ("disk", "faults", "fleet", "member", "memory", "network", "process", "run")}
-WORLDLY |= {"simulate.supernode"}
+WORLDLY |= {"simulate.supernode", "simulate.takeover"}
+WORLDLY |= {f"simulate.takeover.{name}" for name in ("coordinator", "gateway", "run", "world")}
 WORLDLY |= {f"simulate.supernode.{name}" for name in ("faults", "fleet", "instances", "process", "report", "run")}
 WORLDLY |= {f"experts.{name}" for name in ("exchange", "layout", "prompt_layout", "prompt_split", "slabs")}
 WORLDLY |= {f"experts.{name}" for name in ("forward", "memory", "native_forward")}
@@ -184,8 +186,10 @@ def test_the_simulation_handles_no_messages_of_a_worker() -> None:
 
 
 def test_there_is_one_world() -> None:
-    """Fleets, networks, cost models and faults are its arguments: no other gateway is made in virtual time."""
-    made = ("AdmissionController", "Timeline", "World")
+    """Fleets, networks, cost models and faults are its arguments: no other gateway is made in virtual time. Takeovers
+    have a world of their own: over the same fleet several coordinators, of which one shall lead, and gateways."""
+    worlds = ("TakeoverWorld", "World")
+    made = ("AdmissionController", "Timeline", *worlds)
     found = {
         (name, node.func.id)
         for name, path in matching(("simulate",), without=()).items()
@@ -193,7 +197,7 @@ def test_there_is_one_world() -> None:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in made
     }
     assert {name for name, call in found if call == "AdmissionController"} == {"simulate.world"}
-    assert {name for name, call in found if call == "Timeline"} == {name for name, call in found if call == "World"}
+    assert {name for name, call in found if call == "Timeline"} == {name for name, call in found if call in worlds}
 
 
 def test_no_worker_knows_the_simulation() -> None:
