@@ -30,9 +30,9 @@ def bundled(engine: Engine) -> Bundled:
     return Bundled(engine.executor.runner.model, engine.text, Tokenizer(engine.text))
 
 
-def fresh(engine: Engine, *, crowded: bool = False) -> Engine:
+def fresh(engine: Engine, *, crowded: bool = False, piece_tokens: int = 76) -> Engine:
     """Another engine over the same weights. Crowded: prompts in pieces, preemptions, drafts without room."""
-    config: dict[str, Any] = {"max_running": 6, "step_tokens": 76} if crowded else {"max_running": 24}
+    config: dict[str, Any] = {"max_running": 6, "step_tokens": piece_tokens} if crowded else {"max_running": 24}
     kv_gb = (_CROWDED_BLOCKS if crowded else _ROOMY_BLOCKS) * engine.block_bytes / 2**30
     return Engine(engine.name, engine.executor.runner.model, engine.text, EngineConfig(kv_gb=kv_gb, **config))
 
@@ -60,10 +60,10 @@ def _request(engine: Engine, number: int, longest: int) -> Request:
 
 
 def mixed_run(
-    engine: Engine, numbers: Sequence[int], longest: int, crowded: bool = False
+    engine: Engine, numbers: Sequence[int], longest: int, crowded: bool = False, **pieces: int
 ) -> tuple[Answers, Counter[str]]:
     """Everything that callers see, and how often what the requests are made for has happened; no block is left held."""
-    used = fresh(engine, crowded=crowded)
+    used = fresh(engine, crowded=crowded, **pieces)
     told = run(used, [request(engine, number, longest) for number in numbers])
     events = [event for each in told.events.values() for event in each]
     happened = Counter(

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from experts.mixed import mixed_answers
+from experts.mixed import Answers, mixed_run
 from experts.rank_process import _CONTEXT, DEADLINE_S, _receive, _start_fork_server, load
 from oracle.deepseek_cases import V2, V3
 from oracle.folders import save_case
@@ -235,15 +235,20 @@ def harass(folder: Path, seed: int, rounds: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("case", [None, V3[0], V2[0], QWEN3_MOE[0]], ids=lambda case: case.name if case else "tiny")
 def test_three_hundred_mixed_requests(case, ranks: int, tmp_path: Path) -> None:
-    """Of many prompts only a part is new; without room they come in pieces, beside others' tokens."""
+    """Of many prompts only a part is new; without room they come in pieces, beside others' tokens. Ten at a time: steps
+    with prompts alone are shared, and once sequences run they are in every step."""
     model = "tiny" if case is None else str(save_case(case, tmp_path / "model"))
     engine = load_owner(model)
+
+    def answers(crowded: bool) -> list[Answers]:
+        waves = [range(first, first + 10) for first in range(0, 300, 10)]
+        return [mixed_run(engine, wave, 12, crowded, piece_tokens=40 * ranks)[0] for wave in waves]
+
     with group(model, ranks, tmp_path) as made:
         for crowded in (False, True):
-            expected = mixed_answers(engine, range(300), 12, crowded)
-            phase = made.phase
+            expected, phase = answers(crowded), made.phase
             with made.shared():
-                assert mixed_answers(engine, range(300), 12, crowded) == expected
+                assert answers(crowded) == expected
             assert made.phase > phase + 100, "steps were shared"
 
 
