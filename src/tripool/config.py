@@ -235,3 +235,47 @@ class CacheConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise InvalidRequest(f"{name} is {value!r}", hint="must be above 0", param=name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AutoscaleConfig:
+    """Of pools that steer themselves. The defaults suit workers that take minutes to start."""
+
+    ttft_s: float = 2.0
+    """Objective of the time to first token: the rate of a prefill worker is judged by it."""
+    kept_share: float = 0.98
+    """Share of requests that are to keep their objectives."""
+    least: tuple[int, int, int] = (1, 1, 0)
+    """Workers of prefill, decode and cache that there are at any time."""
+    most: tuple[int, int, int] = (1024, 1024, 1024)
+    most_workers: int = 1024
+    """Of prefill and decode together."""
+    costs: tuple[float, float, float] = (1.0, 1.0, 0.25)
+    """Of a worker-hour of each pool, in any unit."""
+    start_s: float = 180.0
+    """How long a start probably takes; what starts really took replaces it."""
+    start_deadline_s: float = 900.0
+    """After this time a start is given up."""
+    hold_s: float = 120.0
+    """For so long fewer workers must have sufficed before one is stopped."""
+    cooldown_s: float = 300.0
+    """For so long a change is not reversed, unless the demand has changed by more than the dead band."""
+    dead_band: float = 0.1
+    """Share of the demand by which it must have changed for that."""
+    first_samples_s: float = 30.0
+    """What a worker reports in its first seconds does not count."""
+
+    def __post_init__(self) -> None:
+        for name in ("ttft_s", "start_s", "start_deadline_s", "hold_s", "cooldown_s", "dead_band", "most_workers"):
+            value = getattr(self, name)
+            if not value > 0:
+                raise InvalidRequest(f"{name} is {value!r}", hint="must be above 0", param=name)
+        if not 0 < self.kept_share < 1:
+            hint = "must be between 0 and 1"
+            raise InvalidRequest(f"kept_share is {self.kept_share!r}", hint=hint, param="kept_share")
+        fits = self.least[0] + self.least[1] <= self.most_workers
+        if not fits or any(not 0 <= low <= high for low, high in zip(self.least, self.most, strict=True)):
+            hint = "least <= most for every pool, and the least fit into most_workers"
+            raise InvalidRequest(f"bounds from {self.least} to {self.most} workers", hint=hint, param="least")
+        if not all(cost > 0 for cost in self.costs):
+            raise InvalidRequest(f"costs are {self.costs}", hint="all above 0", param="costs")

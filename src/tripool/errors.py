@@ -149,12 +149,13 @@ class TensorShape(CheckpointError, code="tensor_shape"):
 
 def error_of(code: str, message: str, hint: str) -> TripoolError:
     """The error for a code received from another process; a `TripoolError` if the code is unknown here."""
-    found, tree = TripoolError, [TripoolError]
+    tree = [TripoolError]
     while tree:
         kind = tree.pop()
-        found = kind if kind.code == code else found
+        if kind.code == code:  # before its children, which may have the same one
+            return kind(message, hint=hint)
         tree += kind.__subclasses__()
-    return found(message, hint=hint)
+    return TripoolError(message, hint=hint)
 
 
 class NotExact(TripoolError, code="not_exact"):

@@ -33,7 +33,7 @@ import msgspec
 from tripool.core import Request, TokenEvent
 from tripool.errors import InvalidRequest, TripoolError, error_of
 
-PROTOCOL = 3
+PROTOCOL = 4
 SUPERVISOR = "supervisor"
 Role = Literal["prefill", "decode", "cache"]
 

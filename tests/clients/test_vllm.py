@@ -26,6 +26,8 @@ from clients.conftest import installed
 from clients.table.catalog import VLLM_BENCH
 from clients.table.install import folder_of
 from clients.table.replay import recorded
+from tripool.gateway.options import ANTHROPIC, CHAT, COMPLETION
+from tripool.gateway.responses.fields import RESPONSES
 
 pytestmark = pytest.mark.prove
 
@@ -100,6 +102,27 @@ def _await(http: httpx.Client, process: subprocess.Popen[bytes], log: Path) -> N
         except httpx.TransportError:
             time.sleep(1)  # somebody else's server: there is nothing to wait on
     raise AssertionError(f"vLLM did not start: {log.read_text('utf-8', 'replace')[-3000:]}")
+
+
+LIST_FIELDS = """
+import json
+from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+bodies = ChatCompletionRequest, CompletionRequest, AnthropicMessagesRequest, ResponsesRequest
+print(json.dumps([sorted(body.model_fields) for body in bodies]))
+"""
+
+
+def test_every_field_of_vllm_is_known_here() -> None:
+    """Served, ignored by the documented list, or refused as what it is: none is a typing error."""
+    python = installed(folder_of(VLLM_BENCH) / "bin" / "python", "python -m clients.table.install vllm-bench")
+    listed = subprocess.run([python, "-c", LIST_FIELDS], capture_output=True, text=True, check=True).stdout
+    theirs = json.loads(listed.splitlines()[-1])
+    for fields, names in zip((CHAT, COMPLETION, ANTHROPIC, RESPONSES), theirs, strict=True):
+        assert len(names) > 10
+        assert set(names) <= {*fields.known, *fields.ignored, *(fields.only_plain or {})}
 
 
 def shortened(body: Any) -> Any:

@@ -10,14 +10,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
+import zmq.asyncio
 
 from tripool.coordinator.standby import LeaderLock, Standby
-from tripool.messages import WorkerId
+from tripool.messages import Heartbeat, Welcome, WorkerId
 from tripool.router.replica import Level, Replica
 
 from ..split import faults
-from .serving import DEADLINE_S, Coordinator
+from .serving import DEADLINE_S, Coordinator, Worker
+from .test_pools import HELLO, LIFE
 
 LEADER = """
 import asyncio, os, sys
@@ -104,3 +107,30 @@ def test_a_leader_that_only_knows_a_little_goes_on(tmp_path: Path) -> None:
             coordinator.close()
 
     assert asyncio.run(go()) == 1
+
+
+def test_a_leader_that_another_one_has_replaced_decides_nothing_more(tmp_path: Path) -> None:
+    """Whoever replaced it, and however it lived on: it reads the epoch before it decides."""
+
+    async def go() -> list[str]:
+        lock, leads = LeaderLock(tmp_path), True
+        assert lock.acquire(wait=False)
+        epoch = lock.next_epoch()
+        coordinator = Coordinator(tmp_path, epoch)
+        coordinator.pools.may_decide = lambda: leads and lock.epoch == epoch
+        context = zmq.asyncio.Context()
+        worker = Worker(coordinator.address, HELLO)
+        try:
+            await worker.send(HELLO)
+            assert isinstance(await worker.hear(), Welcome)
+            (tmp_path / "leader").write_text(str(epoch + 1))
+            await worker.send(msgspec.structs.replace(HELLO, worker_id=LIFE, kv_tokens=1))
+            await worker.send(Heartbeat(LIFE, 1, 0, 0, 0))
+            assert not await worker.line.poll(300), "an old leader answers"
+            return [one["worker"] for one in coordinator.pools.describe()["workers"]]
+        finally:
+            worker.close()
+            context.term()
+            coordinator.close()
+
+    assert asyncio.run(go()) == ["prefill-0"]

@@ -34,7 +34,7 @@ REQUEST = Request(id="r", prompt_ids=(1, 2), params=SamplingParams(n=2, logit_bi
 FROM_GATEWAY = (
     GatewayHello(PROTOCOL, WorkerId("gateway", 3)),
     Submit("m", (REQUEST,), TENANT),
-    Resume("m", REQUEST, TENANT, Held((HeldChoice((1, 2), num_draft_tokens=1), HeldChoice((), done=True)), 1)),
+    Resume("m", REQUEST, TENANT, Held((HeldChoice((1, 2), num_draft_tokens=1), HeldChoice((), "stop")), 1)),
     Query(1, "enter", TENANT),
     Follow(PROTOCOL, WorkerId("coordinator", 2)),
 )

@@ -226,6 +226,7 @@ SERVED: list[dict[str, Any]] = [
     {"add_special_tokens": True},
     {"response_format": {"type": "json_object", "schema": {"type": "object", "properties": {"a": {"type": "null"}}}}},
     {"logprobs": True, "return_tokens_as_token_ids": True},
+    {"vllm_xargs": {"a": 1}, "stream_interval": 4, "media_io_kwargs": {}, "ec_transfer_params": {}},
 ]
 
 
@@ -236,6 +237,23 @@ def test_parameters_that_vllm_serves(server, body):
     if "logprobs" in body:
         names = [token["token"] for token in answer.json()["choices"][0]["logprobs"]["content"]]
         assert names == [f"token_id:{i}" for i in map(int, (name.partition(":")[2] for name in names))]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/messages", {"messages": HELLO, "cache_salt": "x", "chat_template_kwargs": {"enable_thinking": True},
+                          "thinking": {"type": "disabled"}, "vllm_xargs": {}}),
+        ("/v1/responses", {"input": "hello", "structured_outputs": {"choice": ["yes"]}, "session_id": "x",
+                           "include_stop_str_in_output": True, "enable_response_messages": False}),
+    ],
+)  # fmt: skip
+def test_what_vllm_serves_beside_chats(server, path, body):
+    lengths = {"max_tokens": 9} if path == "/v1/messages" else {"max_output_tokens": 9}
+    answer = server.http.post(path, json={**body, **lengths})
+    assert answer.status_code == 200, answer.text
+    if "structured_outputs" in body:
+        assert answer.json()["output"][0]["content"][0]["text"] == "yes"
 
 
 def test_only_allowed_tools_are_called(scripted):

@@ -166,7 +166,6 @@ REFUSED = {
     "suffix": "x",
     "use_beam_search": True,
     "thinking_token_budget": 5,
-    "vllm_xargs": {},
     "lora_path": "x",
 }
 

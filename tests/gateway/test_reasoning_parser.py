@@ -161,3 +161,21 @@ def test_it_can_be_turned_off_and_sent_back(serve):
         split = served.openai.chat.completions.create(model="fake", messages=HELLO)
         turns = [*HELLO, split.choices[0].message.model_dump(), {"role": "user", "content": "And?"}]
         assert served.openai.chat.completions.create(model="fake", messages=turns).choices
+
+
+def test_it_can_be_left_out(serve):
+    script = f"<think>{THOUGHTS}</think>A pool."
+    with serve(engine=ScriptedEngine(script)) as served:
+        body = {"model": "fake", "messages": HELLO, "include_reasoning": False}
+        answer = served.http.post("/v1/chat/completions", json=body).json()
+        message = answer["choices"][0]["message"]
+        assert message["content"] == "A pool." and not message.keys() & {"reasoning", "reasoning_content"}
+        assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
+        streamed = served.http.post("/v1/chat/completions", json=body | {"stream": True}).text
+        assert "reasoning" not in streamed and THOUGHTS[:5] not in streamed
+        body = {"model": "fake", "input": "hello", "include_reasoning": False}
+        items = served.http.post("/v1/responses", json=body).json()["output"]
+        assert [item["type"] for item in items] == ["message"]
+        assert "reasoning" not in served.http.post("/v1/responses", json=body | {"stream": True}).text.replace(
+            "reasoning_tokens", ""
+        ).replace('"reasoning":{', "")

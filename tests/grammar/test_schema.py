@@ -70,6 +70,13 @@ A: dict[str, Any] = {"properties": {"a": {"type": "null"}}}
 CLOSED = A | {"additionalProperties": False}
 
 
+def test_a_null_says_nothing_except_as_data():
+    """Also where the schema is a promise: some clients send it for what is not there."""
+    names = {"type": "object", "properties": {"a": {"const": None}, "b": {"enum": [None], "minLength": None}}}
+    expected = {**names, "properties": {"a": {"const": None}, "b": {"enum": [None]}}, "additionalProperties": False}
+    assert prepared({**names, "required": None, "items": None}, "x") == expected
+
+
 def test_objects_are_closed_where_nothing_else_is_said():
     assert prepared(A, "x") == CLOSED
     assert prepared({"items": A, "$defs": {"d": A}}, "x") == {"items": CLOSED, "$defs": {"d": CLOSED}}

@@ -238,7 +238,7 @@ def test_whoever_has_the_token_and_sends_nonsense(three: Fleet) -> None:
         wire.Join("0.2.0", "x", 0.0, "", "any"), wire.ReadFile("fake", "config.json", 0, 100), wire.TryHost("tcp://x"),
         wire.AskMember(member, cache_wire.encode(cache_wire.GetStats(1))), wire.ReadSlots("x.kv", 4096, (0, 1)),
         wire.FindBlocks(member, key, (key,)), wire.StoreBlocks(member, key, (key,), (0,), 0, (64,), (1,)),
-        wire.Present(wire.Host("h", "tcp://10.0.0.1:1", {"fake": ("x",)}, ("decode",))), wire.ToGateway(),
+        wire.Present(wire.Host("h", "tcp://10.0.0.1:1", {"fake": ("x",)}, ("decode",))), wire.ToCoordinator(),
     ]  # fmt: skip
     hosts = [(name, port) for name, port in ports(three) if f"{name}:{port}" not in three.server.url]
     with unharmed(three):

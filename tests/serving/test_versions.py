@@ -12,7 +12,8 @@ import pytest
 from batch.pipeline_case import BROKEN_TEMPLATE, small_checkpoint
 from tripool.checkpoints import Registry
 from tripool.config import EngineConfig, GatewayConfig
-from tripool.serving import build_colocated
+from tripool.serving import build_colocated, build_split
+from tripool.serving.split import SplitConfig
 
 WITHIN_S = 60.0
 PLAN = {"share": 0.5, "requests": 6, "min_requests": 6, "seconds": 600, "max_slowdown": 0}
@@ -157,3 +158,32 @@ def test_an_operator_ends_a_canary_and_what_cannot_be_tried_is_refused(client: h
     ):
         assert client.post("/v1/canary/story", json=body).status_code == status, body
     assert client.get("/v1/canary/tiny").status_code == 404
+
+
+@pytest.mark.prove
+def test_a_split_server_tries_and_follows_the_versions_that_it_was_started_with(registry: Registry) -> None:
+    registry.publish("story", 1)
+    models = [f"{registry.folder}/{name}" for name in ("story", "story@2")]
+    pools = SplitConfig(cache_gb=0.0)
+    with (
+        build_split(models, EngineConfig(kv_gb=0.01, threads=1), GatewayConfig(port=0), pools=pools) as server,
+        server.running(),
+        httpx.Client(base_url=server.url, timeout=WITHIN_S) as client,
+    ):
+        assert {talk(client, f"Before {number}").json()["model"] for number in range(6)} == {"story@1"}
+        begin(client, 2, requests=20, min_requests=5)
+        answers = [talk(client, f"Conversation {number}") for number in range(12)]
+        assert {answer.status_code for answer in answers} == {200}
+        assert {answer.json()["model"] for answer in answers} == {"story@1", "story@2"}
+        number = 100
+        while client.get("/v1/canary/story").json()["state"] == "running":
+            talk(client, f"Conversation {number}")
+            number += 1
+        assert until(client, "published")["serves"] == "story@2" and registry.published("story") == 2
+        assert registry.roll_back("story") == 1
+        serves(client, "story@1")
+        assert talk(client, "Hello").json()["model"] == "story@1"
+        client.post("/v1/canary/story", json={"version": 3, **PLAN})
+        assert "was started without" in until(client, "rolled_back")["reason"]
+        registry.publish("story", 3)
+        assert talk(client, "Hello").json()["model"] == "story@1", "and it goes on"

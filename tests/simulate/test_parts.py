@@ -122,8 +122,8 @@ class Wire:
         self.timeline = Timeline()
         self.at_gateway: list[AnyMessage] = []
         self.network = Network(self.timeline, Rng(1), ["decode-0"])
-        self.network.to_gateway = lambda worker_id, message: self.at_gateway.append(message)
-        self.network.knows = lambda worker_id: True
+        self.network.ends[0].to_gateway = lambda worker_id, message: self.at_gateway.append(message)
+        self.network.ends[0].knows = lambda worker_id: True
         process = Baton(self.timeline, Rng(1), lambda: False).start(lambda process: None, lambda: None)
         self._transport = SimTransport(self.network, self.timeline, LIFE, process)
         self.channels = [self._transport.connect(f"{number}") for number in (0, 1, 2)]

@@ -268,7 +268,7 @@ def takeover_computes_what_is_done(patch: pytest.MonkeyPatch) -> None:
     """Choices whose clients have all of them are placed again."""
     held = Open.held.fget
     assert held is not None
-    undone = property(lambda self: Held(tuple(replace(c, done=False) for c in held(self).choices), None))
+    undone = property(lambda self: Held(tuple(replace(c, finish=None) for c in held(self).choices), None))
     patch.setattr(Open, "held", undone)
 
 

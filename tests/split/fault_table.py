@@ -20,16 +20,23 @@ from .serving import SplitServer, split_server
 from .streams import Asked, Clients, Outcome, expected, make_bodies
 
 Fault = Literal["kill -9", "SIGSTOP, SIGCONT", "cut socket", "client disconnect"]
-Hop = Literal["prefill", "decode", "cache", "coordinator", "standby", "supervisor"]
+Hop = Literal[
+    "prefill", "decode", "cache", "gateway", "coordinator", "standby", "gateway and coordinator", "supervisor"
+]
 Stage = Literal["queued", "prefilling", "transferring", "decoding"]
 
 FAULTS: tuple[Fault, ...] = ("kill -9", "SIGSTOP, SIGCONT", "cut socket", "client disconnect")
-HOPS: tuple[Hop, ...] = ("prefill", "decode", "cache", "coordinator", "standby", "supervisor")
+HOPS: tuple[Hop, ...] = (
+    "prefill", "decode", "cache", "gateway", "coordinator", "standby", "gateway and coordinator", "supervisor"
+)  # fmt: skip
+RESUMED: tuple[Hop, ...] = ("gateway", "gateway and coordinator")
+"""Where clients have idempotency keys: their streams are cut off, and go on."""
 STAGES: tuple[Stage, ...] = ("queued", "prefilling", "transferring", "decoding")
 
 MODEL = "fake:step_ms=8,step_tokens=256,running=40"
 NUM_PREFILL, NUM_DECODE = 2, 2
-CACHE = ("--cache-gb", "0.01")
+NUM_GATEWAYS = 2
+OPTIONS = ("--cache-gb", "0.01", "--gateways", str(NUM_GATEWAYS))
 STREAMS_S = 120.0
 TRIES = 5
 """At finding a stream in the stage that a fault is meant for."""
@@ -78,8 +85,10 @@ class Seen:
 def run_cell(server: SplitServer, fault: Fault, hop: Hop, stage: Stage, num_streams: int) -> Cell:
     bodies = make_bodies(num_streams, prompt_tokens=600, answer_tokens=60, seed=hash_of(fault, hop, stage))
     leaves = fault == "client disconnect"
-    asked = [Asked(body, leaves=leaves and i % 2 == 0) for i, body in enumerate(bodies)]
-    for _ in range(TRIES):
+    for number in range(TRIES):
+        keys = [f"{fault}/{hop}/{stage}/{number}/{i}" if hop in RESUMED else "" for i in range(num_streams)]
+        pairs = enumerate(zip(bodies, keys, strict=True))
+        asked = [Asked(body, leaves=leaves and i % 2 == 0, key=key) for i, (body, key) in pairs]
         clients, seen = asyncio.run(_run(server, asked, fault, hop, stage))
         if seen.found and (not leaves or any(outcome.left for outcome in clients.outcomes)):
             break  # else the streams were through that stage before we had a look: nothing was done to them
@@ -94,7 +103,8 @@ def hash_of(*names: str) -> int:
 async def _run(server: SplitServer, asked: list[Asked], fault: Fault, hop: Hop, stage: Stage) -> tuple[Clients, Seen]:
     clients, seen = Clients(server.url, asked), Seen()
     running = asyncio.ensure_future(clients.run())
-    async with httpx.AsyncClient(base_url=server.url, timeout=STREAMS_S) as http:
+    fresh = httpx.Limits(max_keepalive_connections=0)  # a gateway that is stopped accepts no new ones
+    async with httpx.AsyncClient(base_url=server.url, timeout=STREAMS_S, limits=fresh) as http:
         # Without its supervisor a server refuses what comes later: all streams must be there before.
         whole = (fault, hop) == ("kill -9", "supervisor")
         pools, seen.found = await _until_stage(http, stage, running, clients if whole else None)
@@ -111,8 +121,11 @@ async def _run(server: SplitServer, asked: list[Asked], fault: Fault, hop: Hop, 
         ):
             await _until_replaced(http, before)
             seen.capacity_s = time.monotonic() - began_s
-        if fault in ("kill -9", "SIGSTOP, SIGCONT") and hop == "coordinator":
-            await _until_taken_over(http, pid)
+        if fault in ("kill -9", "SIGSTOP, SIGCONT") and hop in ("coordinator", "gateway", "gateway and coordinator"):
+            if hop != "gateway":
+                await _until_taken_over(http, pools["coordinator_pid"])
+            if hop != "coordinator":
+                await _until_gateways(http, server, pid)
             seen.capacity_s = time.monotonic() - began_s
         if fault == "SIGSTOP, SIGCONT":
             faults.wake(pid)
@@ -168,6 +181,17 @@ async def _until_taken_over(http: httpx.AsyncClient, pid: int) -> None:
         await asyncio.sleep(0.01)
 
 
+async def _until_gateways(http: httpx.AsyncClient, server: SplitServer, pid: int) -> None:
+    """Others in the place of this one."""
+    deadline_s = time.monotonic() + STREAMS_S
+    while True:
+        pools = (await http.get("/v1/pools")).raise_for_status().json()
+        if pid not in server.all("gateway") and len(pools["gateways"]) == NUM_GATEWAYS:
+            return
+        assert time.monotonic() < deadline_s, pools
+        await asyncio.sleep(0.01)
+
+
 async def _until_cache_is_replaced(http: httpx.AsyncClient, server: SplitServer, pid: int) -> None:
     """Another process in the dead one's place, and the gateway hears it."""
     deadline_s = time.monotonic() + STREAMS_S
@@ -185,6 +209,8 @@ def _target(server: SplitServer, pools: dict[str, Any], hop: Hop) -> int:
         return server.process.pid
     if hop == "cache":
         return server.child("cache-0")
+    if hop in RESUMED:
+        return max(server.all("gateway"), key=lambda pid: len(list(Path(f"/proc/{pid}/fd").iterdir())))
     leader: int = pools["coordinator_pid"]
     if hop == "coordinator":
         return leader
@@ -197,10 +223,13 @@ def _target(server: SplitServer, pools: dict[str, Any], hop: Hop) -> int:
 async def _inject(
     server: SplitServer, clients: Clients, fault: Fault, hop: Hop, pid: int, pools: dict[str, Any]
 ) -> None:
+    both = [pid, pools["coordinator_pid"]] if hop == "gateway and coordinator" else [pid]
     if fault == "kill -9":
-        faults.kill(pid)
+        for one in both:
+            faults.kill(one)
     elif fault == "SIGSTOP, SIGCONT":
-        faults.stop(pid)
+        for one in both:
+            faults.stop(one)
         if hop in ("supervisor", "cache", "standby"):
             await asyncio.sleep(1.0)  # nobody need find out: it is not on a token's way
     elif fault == "cut socket":
@@ -210,8 +239,12 @@ async def _inject(
             worker = _target(server, pools, "prefill")
             assert faults.cut(worker, lambda peer: "/cache-" in peer) > 0
         elif hop in ("coordinator", "standby"):
-            end = server.child("gateway") if hop == "coordinator" else pid
-            assert faults.cut(end, lambda peer: peer.endswith("/gateways.sock")) > 0
+            ends = server.all("gateway") if hop == "coordinator" else [pid]
+            assert sum(faults.cut(end, lambda peer: peer.endswith("/gateways.sock")) for end in ends) > 0
+        elif hop in RESUMED:
+            assert faults.cut_clients(pid) > 0
+            if hop == "gateway and coordinator":
+                assert faults.cut(pid, lambda peer: peer.endswith("/gateways.sock")) > 0
         else:
             faults.cut_from_coordinator(pid)
     else:
@@ -254,6 +287,7 @@ def _held(server: SplitServer) -> int:
         pools = server.pools()
         held = pools["requests"] + sum(w["placed"] + w["running"] + w["blocks_held"] for w in pools["workers"])
         held += NUM_PREFILL + NUM_DECODE - len(pools["workers"]) + (pools["standbys"] != 1)
+        held += NUM_GATEWAYS - len(pools["gateways"])
         held += sum(member.get("leases", 1) + member.get("reserved", 1) for member in pools["cache"])
         if held == 0 or time.monotonic() > deadline_s:
             return int(held)
@@ -265,7 +299,7 @@ def run_table(num_streams: int, cells: Iterable[tuple[Fault, Hop, Stage]]) -> li
     done: list[Cell] = []
     left = list(cells)
     while left:
-        with split_server(MODEL, prefill=NUM_PREFILL, decode=NUM_DECODE, options=CACHE) as server:
+        with split_server(MODEL, prefill=NUM_PREFILL, decode=NUM_DECODE, options=OPTIONS) as server:
             while left:
                 fault, hop, stage = left.pop(0)
                 done.append(run_cell(server, fault, hop, stage, num_streams))

@@ -64,6 +64,20 @@ def _borrowed(pid: int, number: int) -> Iterator[socket.socket]:
         yield end
 
 
+def cut_clients(pid: int) -> int:
+    """Shut down a gateway's connections to its clients. Returns how many there were."""
+    num_cut = 0
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile, or one that listens
+            if not os.readlink(entry).startswith("socket:"):
+                continue
+            with _borrowed(pid, int(entry.name)) as end:
+                if end.family == socket.AF_INET and end.getpeername():
+                    end.shutdown(socket.SHUT_RDWR)
+                    num_cut += 1
+    return num_cut
+
+
 def cut_from_coordinator(pid: int) -> None:
     assert cut(pid, lambda peer: peer.endswith("/coordinator.sock")) > 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,8 @@ from tripool.engine.fake import fake_text
 from tripool.engine.fake_paged import PagedFake
 
 DEADLINE_S = 60.0
+AGAIN_S = 0.05
+"""Until a client with an idempotency key asks again."""
 
 
 @dataclass(slots=True)
@@ -30,6 +33,7 @@ class Outcome:
     usage: dict[str, Any] | None = None
     left: bool = False
     """It hung up by itself."""
+    num_tries: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,8 @@ class Asked:
     body: dict[str, Any]
     leaves: bool = False
     """Hangs up when it is told to."""
+    key: str = ""
+    """Its idempotency key: with one it asks again, from where it is, when its stream is cut off."""
 
 
 def make_bodies(count: int, *, prompt_tokens: int, answer_tokens: int, seed: int = 0) -> list[dict[str, Any]]:
@@ -95,9 +101,9 @@ class Clients:
 
     async def _one(self, http: httpx.AsyncClient, asked: Asked, outcome: Outcome) -> None:
         if not asked.leaves:
-            await self._read(http, asked.body, outcome)
+            await self._read(http, asked, outcome)
             return
-        reading = asyncio.ensure_future(self._read(http, asked.body, outcome))
+        reading = asyncio.ensure_future(self._read(http, asked, outcome))
         leaving = asyncio.ensure_future(self.leave.wait())
         await asyncio.wait({reading, leaving}, return_when=asyncio.FIRST_COMPLETED)
         outcome.left = not reading.done()
@@ -105,18 +111,44 @@ class Clients:
         leaving.cancel()
         await asyncio.wait({reading, leaving})
 
-    async def _read(self, http: httpx.AsyncClient, body: dict[str, Any], outcome: Outcome) -> None:
+    async def _read(self, http: httpx.AsyncClient, asked: Asked, outcome: Outcome) -> None:
         extra = {"stream": True, "return_token_ids": True, "stream_options": {"include_usage": True}}
-        try:
-            async with http.stream("POST", "/v1/completions", json=body | extra) as response:
-                if response.status_code != 200:
-                    outcome.error = (await response.aread()).decode()
-                    return
-                async for line in response.aiter_lines():
-                    if line.startswith("data: ") and line != "data: [DONE]":
-                        self._take(json.loads(line.removeprefix("data: ")), outcome)
-        except httpx.HTTPError as error:
-            outcome.error = repr(error)
+        headers, deadline_s = {"Idempotency-Key": asked.key} if asked.key else {}, time.monotonic() + DEADLINE_S
+        while True:
+            outcome.num_tries += 1
+            try:
+                async with http.stream("POST", "/v1/completions", json=asked.body | extra, headers=headers) as response:
+                    if response.status_code != 200:
+                        outcome.error = (await response.aread()).decode()
+                        return
+                    if await self._events(response, headers, outcome):
+                        return
+                    problem = "it ended without its last event"
+            except httpx.HTTPError as error:
+                problem = repr(error)
+            if not asked.key or time.monotonic() > deadline_s:
+                outcome.error = problem
+                return
+            await asyncio.sleep(AGAIN_S)
+
+    async def _events(self, response: httpx.Response, headers: dict[str, str], outcome: Outcome) -> bool:
+        """Whether it came to its end. An event counts when it is whole, and with it its id."""
+        data = event_id = ""
+        async for line in response.aiter_lines():
+            if line.startswith("data: "):
+                data = line.removeprefix("data: ")
+            elif line.startswith("id: "):
+                event_id = line.removeprefix("id: ")
+            elif data == "[DONE]":
+                return True
+            elif data:
+                self._take(json.loads(data), outcome)
+                if outcome.error is not None:
+                    return True
+                if event_id:
+                    headers["Last-Event-ID"] = event_id
+                data = event_id = ""
+        return False
 
     def _take(self, chunk: dict[str, Any], outcome: Outcome) -> None:
         if "error" in chunk:

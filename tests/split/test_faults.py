@@ -22,6 +22,10 @@ SMALL: list[tuple[Fault, Hop, Stage]] = [
     ("SIGSTOP, SIGCONT", "coordinator", "decoding"),
     ("cut socket", "coordinator", "transferring"),
     ("cut socket", "standby", "decoding"),
+    ("kill -9", "gateway", "prefilling"),
+    ("SIGSTOP, SIGCONT", "gateway", "decoding"),
+    ("cut socket", "gateway", "decoding"),
+    ("kill -9", "gateway and coordinator", "decoding"),
     ("kill -9", "supervisor", "decoding"),
 ]
 
@@ -73,9 +77,10 @@ def test_every_fault_at_every_hop_in_every_stage(pytestconfig: pytest.Config) ->
 def _page(table: str, load: tuple[float, float]) -> str:
     return f"""# Faults under 64 live streams
 
-Written by `pytest -m prove tests/split/test_faults.py`: two prefill workers, two decode workers, two cache members, a
-gateway and a supervisor as real processes over the fake engine. Tokens are compared with those of an engine that ran
-alone. {os.cpu_count()} cores; load average {load[0]:.1f} at the start and {load[1]:.1f} at the end of the run.
+Written by `pytest -m prove tests/split/test_faults.py`: two prefill workers, two decode workers, two cache members,
+two gateways, a coordinator with its standby and a supervisor as real processes over the fake engine. Tokens are
+compared with those of an engine that ran alone. {os.cpu_count()} cores; load average {load[0]:.1f} at the start and
+{load[1]:.1f} at the end of the run.
 
 - *in stage*: choices seen in that stage by the last look before the fault; some may have moved on by the time it hit.
   *transferring* includes those that are packed and wait for a decode worker.
@@ -85,8 +90,11 @@ alone. {os.cpu_count()} cores; load average {load[0]:.1f} at the start and {load
 - *capacity*: from the fault until every process was there again, finding out included; – where no process was lost.
   Stopped cache members, standbys and supervisors are woken after a second: nobody looks for them. *of it back-off*:
   what the supervisor waited on purpose, longer each time a place falls again within ten seconds, as here.
+- Where a gateway is struck, clients have idempotency keys: their streams are cut off, they ask again with the id of
+  their last event, and must have every token once. A stopped gateway is killed by the supervisor; a cut one loses the
+  connections of its clients.
 - A cut of the supervisor is a cut of its line to one decode worker, which it then replaces; one of the coordinator that
-  of the gateway's line to it, one of the standby that of its log. A stopped coordinator is killed by its standby.
+  of the gateways' lines to it, one of the standby that of its log. A stopped coordinator is killed by its standby.
 
 {table}
 """

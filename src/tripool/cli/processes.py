@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tripool.fabric.supervisor_channel import SupervisorChannel
     from tripool.messages import AnyMessage
 
-_LOG, _LOGS = logging.getLogger("tripool.cache"), LogOptions()
+_LOG, _LOGS, _GATEWAY = logging.getLogger("tripool.cache"), LogOptions(), GatewayConfig()
 _LOOK_S = 1.0
 """Longest wait of a standby before it looks whether its supervisor is still there."""
 _IMPORT_NICE = 5
@@ -45,7 +45,8 @@ def _register_worker(app: typer.Typer) -> None:
     def worker(
         model: Annotated[str, typer.Argument(help="Of the server; a path: a local copy. The first, if none.")] = "",
         role: Annotated[
-            Literal["prefill", "decode", "any"], typer.Option(help="Which pool it joins; any: the one that needs it.")
+            Literal["prefill", "decode", "any", "gateway"],
+            typer.Option(help="Which pool it joins; any: the one that needs it; gateway: it serves HTTP."),
         ] = "decode",
         join: Annotated[
             str, typer.Option(help="Address of the server: as it prints with --listen, or as `tripool status` shows.")
@@ -60,6 +61,8 @@ def _register_worker(app: typer.Typer) -> None:
         disk_dir: DiskDir = None,
         mooncake_store: MooncakeStore = "",
         reserve: Annotated[str, typer.Option(metavar="TENANT", help="Serve this tenant's requests only.")] = "",
+        host: Annotated[str, typer.Option(help="Of a gateway: address to serve HTTP at.")] = _GATEWAY.host,
+        port: Annotated[int, typer.Option(min=0, max=65535, help="Of a gateway.")] = _GATEWAY.port,
         name: Annotated[str | None, typer.Option(hidden=True)] = None,
         instance: Annotated[str, typer.Option(hidden=True)] = "",
         rank: Annotated[int, typer.Option(hidden=True)] = 0,
@@ -72,11 +75,16 @@ def _register_worker(app: typer.Typer) -> None:
         log_format: LogFormat = _LOGS.style,
     ) -> None:
         """Compute for a server on this machine or, with its token, on another one."""
+        logs = LogOptions(log_level, log_format)
+        if role == "gateway":
+            gateway = GatewayConfig(host=host, port=port)
+            _join_gateway(logs, join=join, token=token, trusted=trusted_network, gateway=gateway)
+            return
         if not join.startswith("ipc://"):
+            cache = {"gb": cache_gb, "disk_gb": disk_gb, "disk_dir": disk_dir, "mooncake_store": mooncake_store}
             _join_host(
-                LogOptions(log_level, log_format), join=join, token=token, model=model, role=role, listen=listen,
-                trusted=trusted_network, threads=config.threads, kv_gb=config.kv_gb, reserve=reserve,
-                cache={"gb": cache_gb, "disk_gb": disk_gb, "disk_dir": disk_dir, "mooncake_store": mooncake_store},
+                logs, join=join, token=token, model=model, role=role, listen=listen, trusted=trusted_network,
+                threads=config.threads, kv_gb=config.kv_gb, reserve=reserve, cache=cache,
             )  # fmt: skip
             return
         from tripool.cache.weight_cache import WeightCache
@@ -94,11 +102,10 @@ def _register_worker(app: typer.Typer) -> None:
         # A worker that joins by itself has no supervisor to count its epochs. Its name may come again with its process
         # number, but later by a clock that is never set back.
         worker_id = WorkerId(name or f"{role}-{os.getpid()}", epoch or time.monotonic_ns())
-        with logged(worker_id.name, LogOptions(log_level, log_format)) as log:
+        with logged(worker_id.name, logs) as log:
             manifest = read_manifest(folder_of(join))
-            weight_cache = (
-                WeightCache(Path(manifest.model_cache), manifest.model_cache_bytes) if manifest.model_cache else None
-            )
+            folder = manifest.model_cache
+            weight_cache = WeightCache(Path(folder), manifest.model_cache_bytes) if folder else None
             engine = load_pool_engine(model, config, role, weight_cache)
             log.serving()
             process: WorkerProcess | ExpertProcess
@@ -129,6 +136,22 @@ def _join_host(logs: LogOptions, *, join: str, cache: dict[str, Any], **options:
         log.serving()
         with on_signals(lambda _: host.stop(), signal.SIGINT, signal.SIGTERM):
             host.run(lambda: typer.echo(f"ready: {host.worker} serves {join}. Ctrl-C stops it."))
+
+
+def _join_gateway(logs: LogOptions, *, join: str, **options: Any) -> None:
+    from tripool.serving.joined_gateway import JoinedGatewayConfig, build_joined_gateway
+
+    if not join.startswith("tcp://"):
+        hint = "tcp://HOST:PORT, as `tripool serve --listen` prints it; on the server's own machine: serve --gateways N"
+        raise InvalidRequest(f"step 'address': cannot join '{join}'", hint=hint, param="join")
+    config = JoinedGatewayConfig(join=join, **options)
+    with logged("host", logs) as log:
+        gateway = build_joined_gateway(
+            config, lambda step, what: typer.echo(f"{step}: {what}"), child_options=logs.argv()
+        )
+        log.serving()
+        with on_signals(lambda _: gateway.stop(), signal.SIGINT, signal.SIGTERM):
+            gateway.run(lambda: typer.echo(f"ready: {gateway.url}/v1 serves {join}. Ctrl-C stops it."))
 
 
 def _register_standby(app: typer.Typer) -> None:
@@ -169,11 +192,13 @@ def _register_gateway(app: typer.Typer) -> None:
     def gateway(
         folder: Annotated[Path, typer.Option(help="The folder of the run.")],
         http_fd: Annotated[int, typer.Option(help="The listening socket.")],
+        name: Annotated[str, typer.Option()],
         epoch: Annotated[int, typer.Option()],
         supervisor_channel: Annotated[int, typer.Option()],
-        keys: Annotated[Path, typer.Option(help="The key store.")],
+        keys: Annotated[Path | None, typer.Option(help="The key store; none: it is the server's.")] = None,
         response_store_bytes: Annotated[int | None, typer.Option()] = None,
         batch_dir: Annotated[str, typer.Option()] = "",
+        batch_lock: Annotated[int | None, typer.Option()] = None,
         cors_origin: Annotated[list[str] | None, typer.Option()] = None,
         grpc_address: Annotated[str | None, typer.Option()] = None,
         log_level: LogLevel = _LOGS.level,
@@ -187,15 +212,16 @@ def _register_gateway(app: typer.Typer) -> None:
         from tripool.serving.access import gateway_access
         from tripool.serving.gateway import GatewayProcess
 
-        with logged("gateway", LogOptions(log_level, log_format)) as log:
+        with logged(name, LogOptions(log_level, log_format)) as log:
             channel = SupervisorChannel.inherited(supervisor_channel)
             config = GatewayConfig(
                 response_store_bytes=response_store_bytes, cors_origins=tuple(cors_origin or ()), batch_dir=batch_dir
             )
-            access = gateway_access(folder, keys)
+            access = None if keys is None else gateway_access(folder, keys)
             process = GatewayProcess(
-                folder, WorkerId("gateway", epoch), channel, access, config, grpc_address=grpc_address
-            )
+                folder, WorkerId(name, epoch), channel, access, config, grpc_address=grpc_address,
+                batch_lock=batch_lock,
+            )  # fmt: skip
             with socket.socket(fileno=http_fd) as listener:
                 log.serving()
                 process.run(listener)

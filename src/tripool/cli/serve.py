@@ -64,6 +64,9 @@ SecondCopy = Annotated[
 Hosts = Annotated[
     int, typer.Option(min=1, max=64, help="Machines, this one included, over which ranks of an instance are spread.")
 ]
+Gateways = Annotated[
+    int | None, typer.Option(min=1, max=64, help="Processes that serve HTTP, on one port; implies --split.")
+]
 ResponseStoreMb = Annotated[
     float | None,
     typer.Option(
@@ -98,6 +101,7 @@ def register(app: typer.Typer, load: Load, program: Sequence[str]) -> None:
         cache_gb: CacheGb = None,
         listen: Listen = "",
         hosts: Hosts = 1,
+        gateways: Gateways = None,
         token: Token = "",
         trusted_network: TrustedNetwork = False,
         transfer: TransferBy = "tcp",
@@ -127,7 +131,7 @@ def register(app: typer.Typer, load: Load, program: Sequence[str]) -> None:
         access, weights = AccessConfig(keys, open), WeightCacheConfig(model_cache_gb, keep_models)
         logs = LogOptions(log_level, log_format)
         split |= (prefill, decode, cache_gb, disk_gb) != (None, None, None, None)
-        split |= bool(listen or mooncake_store) or hosts > 1
+        split |= bool(listen or mooncake_store or gateways) or hosts > 1
         if split and memory_gb is not None and len(models) > 1:
             hint = "leave out --memory-gb: workers of all models stay in memory"
             raise InvalidRequest("a split server loads and unloads no models", hint=hint, param="memory_gb")
@@ -137,7 +141,7 @@ def register(app: typer.Typer, load: Load, program: Sequence[str]) -> None:
                 cache_gb = _CACHE_GB if cache_gb is None else cache_gb
                 pools = SplitConfig(
                     prefill=prefill or PoolSize(), decode=decode or PoolSize(), cache_gb=cache_gb, disk_gb=disk_gb,
-                    disk_dir=disk_dir, mooncake_store=mooncake_store, hosts=hosts,
+                    disk_dir=disk_dir, mooncake_store=mooncake_store, hosts=hosts, gateways=gateways or 1,
                 )  # fmt: skip
                 listening = ListenConfig(listen, token, trusted_network, transfer, second_copy) if listen else None
                 with build_split(

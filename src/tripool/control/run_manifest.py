@@ -20,6 +20,8 @@ class ServedModel(msgspec.Struct, frozen=True):
     text: TextFiles
     cache: tuple[str, ...] = ()
     """Names of its cache members."""
+    follows: str = ""
+    """The name, with its registry's folder, whose published version this was at the start; empty: it stays as it is."""
 
 
 class RunManifest(msgspec.Struct, frozen=True):

@@ -1,7 +1,7 @@
 """The coordinator's connections to gateways: requests in, tokens and failures out, each to the gateway that asked.
 
-Runs on the coordinator's event loop. Tokens of one turn of the loop leave as one message per gateway. A gateway whose
-connection has ended serves its clients no more: its requests are cancelled.
+Runs on the coordinator's event loop. Tokens of one turn of the loop leave as one message per gateway. Whose request is
+whose is decided in `router/sessions.py`; here messages are translated into its calls, and back.
 """
 
 from __future__ import annotations
@@ -9,20 +9,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import zmq
 
 from tripool.coordinator.pools import Pools
 from tripool.core import TokenEvent
-from tripool.errors import InvalidRequest, ModelNotFound, TripoolError
+from tripool.errors import TripoolError
 from tripool.fabric.channel import Switchboard
 from tripool.fabric.gateway_wire import (
     AdmissionStatus,
+    Ask,
     CancelRequest,
     Charge,
+    Counted,
     Events,
     Failed,
     Follow,
@@ -34,39 +37,29 @@ from tripool.fabric.gateway_wire import (
     ModelStatus,
     Query,
     QueryResult,
+    Question,
+    Replies,
+    Reply,
     Resume,
     Status,
+    Stopped,
     Submit,
     ToGateway,
+    Usages,
     read_from_gateway,
 )
 from tripool.messages import PROTOCOL, WireError, WorkerId
 from tripool.router.fair_queue import MAX_LABELS, fairness, waiting_by_tenant
+from tripool.router.kept_types import Count
+from tripool.router.questions import Gathered, Questions
+from tripool.router.sessions import Failure, ForGateway
 
 _LOG = logging.getLogger("tripool.coordinator")
 _STATUS_S = 0.25
 _LOG_S, _SIGN_S = 0.02, 0.1
 """Between two records of the log; and longest silence of the log without news."""
-
-
-@dataclass(slots=True, eq=False)
-class _Session:
-    gateway: WorkerId
-    line: bytes
-    events: list[TokenEvent] = field(default_factory=list)
-    """Not sent yet."""
-    requests: set[str] = field(default_factory=set)
-
-
-@dataclass(slots=True, eq=False)
-class _Owner:
-    """Of one open request."""
-
-    session: _Session
-    model: str
-    choices_left: int
-    """Whose last token was not sent yet. The service may be done with all of them by then: it decides about all tokens
-    of a step before the first of them is sent."""
+_AT_ONCE = 4096
+"""Tokens in one message: an answer that is read again comes in parts."""
 
 
 @dataclass(slots=True)
@@ -80,19 +73,19 @@ class _Opened:
 class Gateways:
     def __init__(self, pools: Pools, address: str, *, on_change: Callable[[], object] = lambda: None) -> None:
         """`on_change`: a gateway has come or gone."""
-        self._pools, self._address, self._on_change = pools, address, on_change
-        self._sessions: dict[bytes, _Session] = {}
-        """By the identity of their lines."""
-        self._owners: dict[str, _Owner] = {}
-        self._unsent: list[_Session] = []
+        self._pools, self._sessions, self._address, self._on_change = pools, pools.sessions, address, on_change
+        self._gateways: dict[bytes, WorkerId] = {}
+        """By the identity of their lines, as are the standbys."""
         self._standbys: set[bytes] = set()
-        """By the identity of their lines."""
+        self._questions = Questions()
+        self._flushes = False
+        """Whether what is unsent leaves at the end of this turn of the loop."""
         self._log_s = 0.0
         self._opened: _Opened | None = None
 
     def __len__(self) -> int:
         """Gateways that are connected."""
-        return len(self._sessions)
+        return len(self._gateways)
 
     @property
     def num_standbys(self) -> int:
@@ -117,148 +110,154 @@ class Gateways:
     # ---- what the pools bring ---------------------------------------------------------------------------------------
 
     def emit(self, event: TokenEvent) -> None:
-        owner = self._owners.get(event.request_id)
-        if owner is None or self._opened is None:
-            return
-        session = owner.session
-        if not session.events:
-            if not self._unsent:
-                self._opened.loop.call_soon(self._flush)
-            self._unsent.append(session)
-        session.events.append(event)
-        if event.finish_reason is not None:
-            owner.choices_left -= 1
-            if not owner.choices_left:
-                self._forget(event.request_id)
+        self._sessions.emit(event)
+        if not self._flushes:
+            self._flush_soon()
 
     def fail(self, request_id: str, error: TripoolError) -> None:
-        owner = self._owners.get(request_id)
-        if owner is not None:
-            self._flush()  # its tokens go first
-            self._forget(request_id)
-            self._send(owner.session, Failed(request_id, WireError.of(error)))
+        self._sessions.fail(request_id, error)
+        self._flush_soon()
+
+    def _flush_soon(self) -> None:
+        if not self._flushes and self._opened is not None:
+            self._flushes = True
+            self._opened.loop.call_soon(self._flush)
 
     def _flush(self) -> None:
-        unsent, self._unsent = self._unsent, []
+        self._flushes = False
+        if self._sessions.unsettled:  # this was amid what a service decided
+            self._pools.carry_out(self._sessions.settle(self._pools.clock()))
+        unsent, self._sessions.unsent = self._sessions.unsent, []
         for session in unsent:
-            events, session.events = session.events, []
-            if events:
-                self._send(session, Events(tuple(events)))
+            items, session.out = session.out, []
+            for message in _messages(items):
+                self._send(session.line, message)
 
-    def _send(self, session: _Session, message: ToGateway) -> None:
+    def _send(self, line: bytes, message: ToGateway) -> None:
         opened = self._opened
-        if opened is None or session.line not in self._sessions:
+        if opened is None or line not in self._gateways:
             return
-        if not opened.switchboard.send(session.line, message):
-            opened.loop.call_soon(self._gone, session)  # this may be amid what a service decided
+        if not opened.switchboard.send(line, message):
+            opened.loop.call_soon(self._gone, line)  # this may be amid what a service decided
         elif opened.switchboard.waiting:  # sending may have used up the sign that there is something to receive
             opened.loop.call_soon(self._receive)
-
-    def _forget(self, request_id: str) -> None:
-        self._owners.pop(request_id).session.requests.discard(request_id)
 
     # ---- what the gateways send -------------------------------------------------------------------------------------
 
     def _receive(self) -> None:
         opened = self._opened
-        if opened is None:
+        if opened is None or not self._pools.may_decide():
             return
         for line, message in opened.switchboard.receive():
-            session = self._sessions.get(line)
             if isinstance(message, GatewayHello):
                 self._hello(line, message)
             elif isinstance(message, Follow):
                 self._follow(opened, line, message)
-            elif session is not None:  # else of an earlier session: its gateway will notice, and say hello
-                self._take(session, message)
+            elif line in self._gateways:  # else of an earlier session: its gateway will notice, and say hello
+                self._take(line, message)
+        if self._sessions.unsent:
+            self._flush_soon()
 
     def _hello(self, line: bytes, hello: GatewayHello) -> None:
         if hello.protocol != PROTOCOL:
             return
-        for session in list(self._sessions.values()):
-            if session.gateway.name == hello.gateway.name:
-                self._gone(session)
-        session = self._sessions[line] = _Session(hello.gateway, line)
-        self._send(session, GatewayWelcome(self._pools.epoch))
-        self._send(session, self._status())
+        for other, gateway in list(self._gateways.items()):
+            if gateway.name == hello.gateway.name:
+                self._gone(other)
+        self._gateways[line] = hello.gateway
+        self._sessions.joined(line)
+        self._send(line, GatewayWelcome(self._pools.epoch))
+        self._send(line, self._status())
         _LOG.info("gateway joined", extra={"gateway": hello.gateway.name, "gateway_epoch": hello.gateway.epoch})
         self._on_change()
 
-    def _take(self, session: _Session, message: FromGateway) -> None:
-        pools, now_s = self._pools, self._pools.clock()
+    def _take(self, line: bytes, message: FromGateway) -> None:
+        pools, sessions, now_s = self._pools, self._sessions, self._pools.clock()
         match message:
             case Submit():
-                self._submit(session, message, now_s)
+                keyed = message.keyed
+                pools.carry_out(sessions.submit(line, message.model, message.requests, message.tenant, now_s, keyed))
             case Resume():
-                service = pools.services.get(message.model)
-                if service is not None and message.request.id not in self._owners:
-                    num_done = sum(choice.done for choice in message.held.choices)
-                    self._own(session, message.request.id, message.model, message.request.params.n - num_done)
-                    pools.carry_out(service.resume(message.request, message.tenant, message.held, now_s))
+                head = (line, message.model, message.request, message.tenant, message.held, now_s)
+                pools.carry_out(sessions.resume(*head, message.keyed, message.place))
             case CancelRequest():
-                owner = self._owners.get(message.request_id)
-                if owner is not None and owner.session is session:
-                    self._cancel(message.request_id)
+                pools.carry_out(sessions.cancel(line, message.request_id, now_s))
+            case Stopped():
+                pools.carry_out(sessions.stopped(line, message.request_id, message.lengths, now_s))
+            case Counted():
+                sessions.counted(message.id)
             case Charge():
                 pools.rate_limiter.read(message.tenant, message.num_bytes, now_s)
             case Query():
-                self._send(session, self._answer(message, now_s))
+                self._send(line, self._answer(message, now_s))
+            case Ask():
+                self._ask(line, message, now_s)
+            case Reply():
+                self._gathered(self._questions.reply(line, message.number, message.body))
 
-    def _submit(self, session: _Session, message: Submit, now_s: float) -> None:
-        service, error = self._pools.services.get(message.model), ""
-        if any(request.id in self._owners for request in message.requests):
-            error = "a request id is in use"
-        if service is None or error:
-            refusal = InvalidRequest(error) if error else ModelNotFound(f"there is no model '{message.model}'")
-            for request in message.requests:
-                self._send(session, Failed(request.id, WireError.of(refusal)))
+    def _gone(self, line: bytes) -> None:
+        gateway = self._gateways.pop(line, None)
+        if gateway is None:
             return
-        for request in message.requests:
-            self._own(session, request.id, message.model, request.params.n)
-        self._pools.carry_out(service.submit(message.requests, message.tenant, now_s))
-
-    def _own(self, session: _Session, request_id: str, model: str, num_choices: int) -> None:
-        self._owners[request_id] = _Owner(session, model, num_choices)
-        session.requests.add(request_id)
-
-    def _cancel(self, request_id: str) -> None:
-        model = self._owners[request_id].model
-        self._forget(request_id)
-        self._pools.carry_out(self._pools.services[model].cancel(request_id, self._pools.clock()))
-
-    def _gone(self, session: _Session) -> None:
-        if self._sessions.get(session.line) is not session:
-            return
-        del self._sessions[session.line]
-        _LOG.warning("gateway lost", extra={"gateway": session.gateway.name, "cancelled": len(session.requests)})
-        for request_id in list(session.requests):
-            self._cancel(request_id)
+        _LOG.warning("gateway lost", extra={"gateway": gateway.name, "requests": self._sessions.num_requests(line)})
+        self._pools.carry_out(self._sessions.gone(line, self._pools.clock()))
+        self._gathered(self._questions.gone(line))
         self._on_change()
 
     def _answer(self, query: Query, now_s: float) -> QueryResult:
-        body: object = None
-        if query.what == "enter" and query.tenant is not None:
-            service = next(iter(self._pools.services.values()))  # a tenant's rates apply to all models together
-            error = service.admission.enter(query.tenant, now_s)
+        try:
+            return QueryResult(query.number, msgspec.json.encode(self._asked(query, now_s)))
+        except TripoolError as error:
+            return QueryResult(query.number, error=WireError.of(error))
+
+    def _asked(self, query: Query, now_s: float) -> object:
+        """Raises what the gateway's client is to see."""
+        pools, tenant = self._pools, query.tenant
+        if query.what == "enter" and tenant is not None:
+            service = next(iter(pools.services.values()))  # a tenant's rates apply to all models together
+            error = service.admission.enter(tenant, now_s)
             if error is not None:
-                return QueryResult(query.number, error=WireError.of(error))
+                raise error
+        elif query.what == "repeats" and tenant is not None:
+            return self._sessions.kept.repeats(tenant.name, query.name)
+        elif query.what == "claim" and tenant is not None and query.keyed is not None:
+            return self._sessions.kept.claim(query.keyed, tenant, now_s)
         elif query.what == "explain":
-            told = (service.explain(query.request_id, now_s) for service in self._pools.services.values())
-            body = next(filter(None, told), {})
+            request_id = self._sessions.canonical(query.name)
+            told = (service.explain(request_id, now_s) for service in pools.services.values())
+            return next(filter(None, told), {})
+        elif query.what in ("drain", "undrain"):
+            pools.draining = query.what == "drain"
+            for line in self._gateways:
+                self._send(line, self._status())
         elif query.what == "pools":
-            body = self._pools.describe() | {"gateways": sorted(str(s.gateway) for s in self._sessions.values())}
-            body["standbys"] = len(self._standbys)
-        return QueryResult(query.number, msgspec.json.encode(body))
+            gateways = {"gateways": sorted(map(str, self._gateways.values())), "standbys": len(self._standbys)}
+            return pools.describe() | gateways | {"kept_answers": len(self._sessions.kept)}
+        return None
+
+    def _ask(self, line: bytes, ask: Ask, now_s: float) -> None:
+        others = [other for other in self._gateways if other != line]
+        number, gathered = self._questions.ask(line, ask.number, others, now_s)
+        for other in others:
+            self._send(other, Question(number, ask.what, ask.body))
+        self._gathered(gathered)
+
+    def _gathered(self, gathered: Iterable[Gathered]) -> None:
+        for line, number, bodies in gathered:
+            self._send(line, Replies(number, bodies))
 
     # ---- status -----------------------------------------------------------------------------------------------------
 
     def _tell(self) -> None:
         """Also finds gateways that are gone."""
         opened = self._opened
-        if opened is not None:
-            status = self._status()
-            for session in list(self._sessions.values()):
-                self._send(session, status)
+        if opened is not None and self._pools.may_decide():
+            status, now_s = self._status(), self._pools.clock()
+            for line in list(self._gateways):
+                self._send(line, status)
+            self._gathered(self._questions.tick(now_s))
+            self._pools.carry_out(self._sessions.tick(now_s))
+            self._flush_soon()
             self._later(opened, _STATUS_S, self._tell)
 
     def _later(self, opened: _Opened, delay_s: float, call: Callable[[], None]) -> None:
@@ -289,7 +288,7 @@ class Gateways:
         self._later(opened, _LOG_S, self._write_log)
 
     def _status(self) -> Status:
-        now_s, models = self._pools.clock(), []
+        now_s, models = self._pools.clock(), list[ModelStatus]()
         for name, service in self._pools.services.items():
             queue = service.admission.queue
             waiting, errors = waiting_by_tenant(queue, MAX_LABELS), service.errors
@@ -297,4 +296,23 @@ class Gateways:
             slots, instances = service.room().slots or 0, tuple(sorted(service.instances()))
             stats = service.stats(now_s)
             models.append(ModelStatus(name, service.context_tokens, slots, stats, admission, instances))
-        return Status(tuple(models))
+        return Status(tuple(models), self._pools.draining)
+
+
+def _messages(items: list[ForGateway]) -> Iterable[ToGateway]:
+    """Tokens that follow each other together."""
+    events: list[Any] = []
+    for item in items:
+        if isinstance(item, TokenEvent):
+            events.append(item)
+            if len(events) < _AT_ONCE:
+                continue
+        if events:
+            yield Events(tuple(events))
+            events = []
+        if isinstance(item, Failure):
+            yield Failed(item.request_id, WireError.of(item.error))
+        elif isinstance(item, Count):
+            yield Usages((item,))
+    if events:
+        yield Events(tuple(events))

@@ -23,10 +23,12 @@ from tripool.core import TokenEvent
 from tripool.errors import TripoolError
 from tripool.fabric.channel import Switchboard, read_from_worker
 from tripool.messages import FromWorker, Heartbeat, Hello, Left, Reaped, Suspect, WorkerId
+from tripool.router.kept_log import news, restore
 from tripool.router.outputs import Emit, Fail, Lost, Output, Send
 from tripool.router.rate_limiter import RateLimiter
 from tripool.router.replica import Given, Record, Replica, Trouble
 from tripool.router.service import ModelService
+from tripool.router.sessions import Sessions
 
 _LOG = logging.getLogger("tripool.coordinator")
 _TICK_S = 0.02
@@ -73,12 +75,18 @@ class Pools:
         addresses: Iterable[str],
         epoch: int,
         suspect: Callable[[Suspect], object],
+        may_decide: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`clock` is not the event loop's: uvloop's has a resolution of one millisecond, too coarse for admission."""
+        """`may_decide`: asked before anything is decided; False: another coordinator leads. `clock` is not the event
+        loop's: uvloop's has a resolution of one millisecond, too coarse for admission."""
         self.rate_limiter = RateLimiter()  # a tenant's limits hold over all models
         self.services = {model: ModelService(config, epoch=epoch, rate_limiter=self.rate_limiter) for model in models}
-        self.epoch, self.clock = epoch, clock
+        self.sessions = Sessions(self.services)
+        self.epoch, self.clock, self.may_decide = epoch, clock, may_decide
+        self.draining = False
+        """Whether new requests are refused, by all gateways."""
+        self._logged_draining = False
         self._addresses, self._suspect = tuple(addresses), suspect
         self._heartbeat_s = config.heartbeat_s
         self._opened: _Opened | None = None
@@ -105,6 +113,9 @@ class Pools:
         self.rate_limiter.restore(replica.state.levels)
         for model, service in self.services.items():
             service.restore(replica, model)
+        restore(self.sessions.kept, replica.state.kept, self.clock())
+        self.sessions.counts = {count.id: (count, None) for count in replica.state.counts}
+        self.draining = self._logged_draining = bool(replica.state.draining)
 
     def record(self, *, everything: bool = False) -> Record:
         """For a standby: what has changed since the last call, or everything."""
@@ -114,7 +125,11 @@ class Pools:
             given += service.admission.queue.changes(model, everything=everything)
             troubles += service.coordinator.troubles(everything=everything)
         levels = self.rate_limiter.changes(self.clock(), everything=everything)
-        return Record(levels, tuple(given), tuple(troubles))
+        kept = news(self.sessions.kept, everything=everything)
+        counts, counted, removed = self.sessions.count_news(everything=everything)
+        draining = self.draining if everything or self.draining != self._logged_draining else None
+        self._logged_draining = self.draining
+        return Record(levels, tuple(given), tuple(troubles), kept, removed, counts, counted, draining)
 
     def carry_out(self, outputs: Iterable[Output]) -> None:
         """What a service decided."""
@@ -154,7 +169,7 @@ class Pools:
                 self.carry_out(service.receive(message, self.clock()))
 
     def _tick(self) -> None:
-        if self._opened is not None:
+        if self._opened is not None and self.may_decide():
             self._look_for_quiet(self._opened)
             for service in self.services.values():
                 self.carry_out(service.tick(self.clock()))
@@ -176,6 +191,8 @@ class Pools:
     def _receive(self) -> None:
         opened = self._opened
         if opened is None:
+            return
+        if not self.may_decide():
             return
         for line, message in opened.switchboard.receive():
             if isinstance(message, Hello):

@@ -10,7 +10,9 @@ worker before anything of it is used again; one that was stopped never wakes up 
 | is stopped, or silent for long | kills it, then the same |
 | ends while no other is there | the next to start has the lock, without a log |
 
-The file holds the epoch of the last leader: each new one has a higher one, which gateways and workers insist on.
+The file holds the epoch of the last leader: each new one has a higher one, which gateways and workers insist on. A
+leader reads it before it decides anything, and ends if it is not its own: so one that another arbiter has replaced, or
+that goes on where no silent leader can be killed, decides nothing more either.
 """
 
 from __future__ import annotations
@@ -53,9 +55,14 @@ class LeaderLock:
             return False
         return True
 
+    @property
+    def epoch(self) -> int:
+        """Of the last leader."""
+        return int(os.pread(self._fd, 32, 0) or b"0")
+
     def next_epoch(self) -> int:
         """For the owner alone."""
-        epoch = int(os.pread(self._fd, 32, 0) or b"0") + 1
+        epoch = self.epoch + 1
         os.pwrite(self._fd, b"%d" % epoch, 0)
         return epoch
 
@@ -100,6 +107,7 @@ class Standby:
                 lease.renew(now_s)
                 heard_s = now_s
                 if isinstance(message, Leads):
+                    replica.clear()
                     self._watch(message.pid)
                 elif isinstance(message, Log):
                     replica.apply(message.record)

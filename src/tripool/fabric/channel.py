@@ -56,6 +56,9 @@ class HeartbeatSender(Protocol):
     latest: Heartbeat | None
     """None: nothing is sent."""
 
+    def reconnect(self) -> None:
+        """Their channel may lead to a coordinator that was given up."""
+
     def stop(self) -> None: ...
 
 
@@ -155,18 +158,25 @@ class _HeartbeatThread:
     def __init__(self, transport: ZmqTransport, identity: str) -> None:
         self.every_s = 1.0
         self.latest: Heartbeat | None = None
-        self._stopped = threading.Event()
+        self._stopped, self._again = threading.Event(), False
         self._thread = threading.Thread(target=self._main, args=(transport, identity), daemon=True)
         self._thread.start()
+
+    def reconnect(self) -> None:
+        self._again = True
 
     def stop(self) -> None:
         self._stopped.set()
         self._thread.join(_JOIN_S)
 
     def _main(self, transport: ZmqTransport, identity: str) -> None:
-        line = transport.connect(identity)
+        line, number = transport.connect(identity), 0
         while not self._stopped.wait(self.every_s / 2 if self.latest is not None else 0.02):
             heartbeat = self.latest
+            if self._again and heartbeat is not None:  # welcome again
+                self._again, number = False, number + 1
+                line.close()
+                line = transport.connect(f"{identity}{number}")
             if heartbeat is not None:
                 line.send(heartbeat)
         line.close()

@@ -12,6 +12,7 @@ from pathlib import Path
 _SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "tripool-"
 _LOCK = "lock"
+_OPEN_MARK = "open"
 
 
 def memory_folder() -> Path:
@@ -50,6 +51,25 @@ def coordinator_address(folder: Path) -> str:
 def gateways_address(folder: Path) -> str:
     """Where it listens for gateways."""
     return f"ipc://{folder}/gateways.sock"
+
+
+def socket_path(address: str) -> str:
+    assert address.startswith("ipc://")
+    return address.removeprefix("ipc://")
+
+
+def mark_open(folder: Path) -> None:
+    """For the gateways of a run that starts open: it asks for no API keys until there is one."""
+    (folder / _OPEN_MARK).touch(0o600)
+
+
+def is_marked_open(folder: Path) -> bool:
+    return (folder / _OPEN_MARK).exists()
+
+
+def unmark_open(folder: Path) -> None:
+    """Raises OSError."""
+    (folder / _OPEN_MARK).unlink(missing_ok=True)
 
 
 def folder_of(address: str) -> Path:

@@ -2,15 +2,18 @@
 
 | from | to | messages |
 |---|---|---|
-| gateway | coordinator | GatewayHello, Submit, Resume, CancelRequest, Charge, Query |
-| coordinator | gateway | GatewayWelcome, Status, Events, Failed, QueryResult |
+| gateway | coordinator | GatewayHello, Submit, Resume, CancelRequest, Stopped, Charge, Query, Counted, Ask, Reply |
+| coordinator | gateway | GatewayWelcome, Status, Events, Failed, QueryResult, Usages, Question, Replies |
 | standby | coordinator | Follow |
 | coordinator | standby | Leads, Log |
 
 A connection is one session and begins with a GatewayHello. The coordinator answers with a GatewayWelcome, which names
 its epoch; the gateway then sends, as Resume, every request of which it holds an open answer, with the tokens that it
 holds. What its session does not know, a coordinator computes for nobody: when a session ends, its requests are
-cancelled. A gateway that has seen an epoch takes nothing from a lower one.
+cancelled, unless they have an idempotency key (`router/kept.py`). A gateway that has seen an epoch takes nothing from a
+lower one.
+
+What gateways want of each other (Ask) the coordinator passes on to all others as a Question, and gathers their Replies.
 """
 
 from __future__ import annotations
@@ -20,12 +23,16 @@ from typing import Literal
 import msgspec
 
 from tripool.core import Request, ServingStats, TokenEvent
-from tripool.messages import Message, Natural, WireError, WorkerId, strictly
+from tripool.messages import Message, Name, Natural, WireError, WorkerId, strictly
 from tripool.router.held import Held
+from tripool.router.kept_types import Count, Keyed
 from tripool.router.replica import Record
 from tripool.tenants import Tenant
 
 # ---- gateway to coordinator -----------------------------------------------------------------------------------------
+
+
+QueryKind = Literal["enter", "repeats", "claim", "explain", "pools", "drain", "undrain"]
 
 
 class GatewayHello(Message, frozen=True):
@@ -39,6 +46,7 @@ class Submit(Message, frozen=True):
     model: str
     requests: tuple[Request, ...]
     tenant: Tenant
+    keyed: Keyed | None = None
 
 
 class Resume(Message, frozen=True):
@@ -48,10 +56,28 @@ class Resume(Message, frozen=True):
     request: Request
     tenant: Tenant
     held: Held
+    keyed: Keyed | None = None
+    place: Natural = 0
+    """Of its prompt in the HTTP request."""
 
 
 class CancelRequest(Message, frozen=True):
+    """Its client has gone, or needs no more."""
+
     request_id: str
+
+
+class Stopped(Message, frozen=True):
+    """Of a request with an idempotency key: a stop string was found, and its choices have so many tokens."""
+
+    request_id: str
+    lengths: tuple[Natural, ...]
+
+
+class Counted(Message, frozen=True):
+    """The usage of this Count is in the log."""
+
+    id: str
 
 
 class Charge(Message, frozen=True):
@@ -62,13 +88,30 @@ class Charge(Message, frozen=True):
 
 
 class Query(Message, frozen=True):
-    """`enter`: counts a request of the tenant before its body is read, or refuses it; `explain`: of a request's id;
-    `pools`: for operators."""
+    """`enter`: counts a request of the tenant before its body is read, or refuses it; `repeats`: whether a request with
+    this key (`name`) comes again, and is not to be counted; `claim`: what was first of the key; `explain`: of a
+    request's id; `pools`, `drain`, `undrain`: for operators."""
 
     number: Natural
-    what: Literal["enter", "explain", "pools"]
+    what: QueryKind
     tenant: Tenant | None = None
-    request_id: str = ""
+    name: str = ""
+    keyed: Keyed | None = None
+
+
+class Ask(Message, frozen=True):
+    """For all other gateways."""
+
+    number: Natural
+    what: Name
+    body: bytes
+
+
+class Reply(Message, frozen=True):
+    """`number`: of the Question."""
+
+    number: Natural
+    body: bytes
 
 
 # ---- coordinator to gateway -----------------------------------------------------------------------------------------
@@ -101,6 +144,26 @@ class Status(Message, frozen=True):
     """Repeated, so that silence is a sign."""
 
     models: tuple[ModelStatus, ...]
+    draining: bool = False
+
+
+class Usages(Message, frozen=True):
+    """To be logged by this gateway, which answers with a Counted for each."""
+
+    counts: tuple[Count, ...]
+
+
+class Question(Message, frozen=True):
+    number: Natural
+    what: Name
+    body: bytes
+
+
+class Replies(Message, frozen=True):
+    """Of the gateways that answered in time. `number`: of the Ask."""
+
+    number: Natural
+    bodies: tuple[bytes, ...]
 
 
 class Events(Message, frozen=True):
@@ -145,8 +208,8 @@ class Log(Message, frozen=True):
     record: Record
 
 
-FromGateway = GatewayHello | Submit | Resume | CancelRequest | Charge | Query | Follow
-ToGateway = GatewayWelcome | Status | Events | Failed | QueryResult
+FromGateway = GatewayHello | Submit | Resume | CancelRequest | Stopped | Charge | Query | Counted | Ask | Reply | Follow
+ToGateway = GatewayWelcome | Status | Events | Failed | QueryResult | Usages | Question | Replies
 ToStandby = Leads | Log
 
 _from_gateway: msgspec.msgpack.Decoder[FromGateway] = msgspec.msgpack.Decoder(FromGateway)

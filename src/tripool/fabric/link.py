@@ -43,6 +43,11 @@ class Link:
         return self._epoch is not None
 
     @property
+    def epoch(self) -> int | None:
+        """Of the coordinator that this worker believes; None: of none just now."""
+        return self._epoch
+
+    @property
     def silent_s(self) -> float:
         """Time since the last message of any coordinator."""
         return self._clock() - self._heard_s
@@ -91,6 +96,7 @@ class Link:
 
     def _lose(self) -> None:
         self._heartbeats.latest = None
+        self._heartbeats.reconnect()
         self._epoch = None
         self._channel.close()
         self._channel = self._connect()

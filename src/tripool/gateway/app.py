@@ -1,4 +1,4 @@
-"""The HTTP application: routes, `/v1/models` among them, and the error responses."""
+"""The HTTP application: the routes that generate, those of other modules, and the error responses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, FastAPI
+from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
@@ -19,34 +19,41 @@ from tripool import __version__
 from tripool.answer import Answer
 from tripool.config import GatewayConfig
 from tripool.core import Request
-from tripool.errors import ContextOverflow, InvalidRequest, TripoolError
+from tripool.errors import ContextOverflow, InvalidRequest, ModelNotFound, TripoolError
 from tripool.gateway.admin import InFlight, admin_routes
 from tripool.gateway.auth import Access, Guard, caller_of
+from tripool.gateway.backend import Backend
 from tripool.gateway.batches import BatchService, batch_routes
 from tripool.gateway.bodies import Bodies
-from tripool.gateway.body import body_docs, decode_json
+from tripool.gateway.body import body_docs
 from tripool.gateway.connection_limits import ConnectionQuota
 from tripool.gateway.cors import Cors, checked_origins
 from tripool.gateway.dialects import formatter_of
+from tripool.gateway.event_ids import event_ids_of
 from tripool.gateway.fair_pool import FairPool
+from tripool.gateway.group import Group
 from tripool.gateway.grpc.routes import grpc_routes
 from tripool.gateway.host_check import HostCheck
+from tripool.gateway.idempotency import LAST_EVENT, Keeper, read_key
 from tripool.gateway.job import Api, Job, check_echoes
+from tripool.gateway.kept_streams import LocalKeeper
+from tripool.gateway.model_routes import model_routes
 from tripool.gateway.models import Models, Served
 from tripool.gateway.ollama import parse as ollama
 from tripool.gateway.ollama.respond import loaded
 from tripool.gateway.ollama.routes import ollama_routes
-from tripool.gateway.options import ANTHROPIC, CHAT, COMPLETION, ONE_MODEL, Fields
+from tripool.gateway.options import ANTHROPIC, CHAT, COMPLETION, Fields
 from tripool.gateway.parse import Sender, header_id
 from tripool.gateway.record import Journal, Record
 from tripool.gateway.refusals import dialect_of, error_body, error_headers, error_shape
 from tripool.gateway.remote_backend import RemoteBackend
 from tripool.gateway.request_log import RequestLog, log_connection, note_error, note_record, request_id_of
-from tripool.gateway.respond import Formatter
+from tripool.gateway.respond import EVENT_STREAM, Formatter
 from tripool.gateway.responses.fields import RESPONSES
 from tripool.gateway.responses.open import opened
 from tripool.gateway.responses.recent import RecentItems
 from tripool.gateway.responses.routes import response_routes
+from tripool.gateway.responses.shared import SharedResponses
 from tripool.gateway.responses.store import ResponseStore
 from tripool.gateway.schema_check import SchemaCheck
 from tripool.gateway.slo import read_header_slo
@@ -54,48 +61,9 @@ from tripool.gateway.stream import AnswerResponse
 from tripool.gateway.tokens import token_routes
 from tripool.gateway.versions import canary_routes
 from tripool.grammar import Trial
+from tripool.router.kept_types import Count, keyed_request, name_of
 from tripool.tenants import Caller, Tenant
 from tripool.text import NotQuick, StopFinder
-
-
-def model_routes(models: Models, bodies: Bodies) -> APIRouter:
-    routes = APIRouter()
-    started_s = int(time.time())
-
-    def shown(served: Served) -> dict[str, Any]:
-        head = {"id": served.name, "object": "model", "created": started_s, "owned_by": "tripool"}
-        facts = {"max_model_len": served.backend.context_tokens, "default": served is models.default}
-        return head | facts | models.control.describe(served.name)
-
-    async def named(http: HttpRequest) -> Served:
-        return models.find(ONE_MODEL.checked(decode_json(await bodies.read(http)))["model"])
-
-    @routes.get("/v1/models")
-    async def all_models() -> dict[str, Any]:
-        named = [shown(served) | {"id": name, "version": served.name} for name, served in models.names.items()]
-        return {"object": "list", "data": named + [shown(served) for served in models]}
-
-    @routes.post("/v1/models/load", openapi_extra=body_docs(ONE_MODEL.schema()))
-    async def load(http: HttpRequest) -> dict[str, Any]:
-        """Load a model; returns when it is ready, or with the error."""
-        served = await named(http)
-        await models.control.load(served.name)
-        return shown(served)
-
-    @routes.post("/v1/models/unload", openapi_extra=body_docs(ONE_MODEL.schema()))
-    async def unload(http: HttpRequest) -> dict[str, Any]:
-        """Finish a model's open answers and free its memory; it stays unloaded until it is loaded again."""
-        served = await named(http)
-        await models.control.unload(served.name)
-        return shown(served)
-
-    @routes.get("/v1/models/{model_id:path}")
-    async def one_model(model_id: str) -> dict[str, Any]:
-        served = models.find(model_id)
-        return shown(served) | ({} if served.name == model_id else {"id": model_id, "version": served.name})
-
-    return routes
-
 
 _SHORT_BYTES = 4096
 """Bodies up to this size are parsed on the event loop, in under a millisecond unless the chat template is unusually
@@ -113,10 +81,14 @@ def create_models_app(
     *,
     clock: Callable[[], float] = time.monotonic,
     access: Access | None = None,
+    group: Group | None = None,
 ) -> FastAPI:
-    """OpenAI's API, Anthropic's and the operator's; a request names its model. Without `access` no key is asked for."""
+    """OpenAI's API, Anthropic's and the operator's; a request names its model. Without `access` no key is asked for.
+    `group`: of a gateway that may be one of several."""
     app = FastAPI(title="Tripool", version=__version__)
-    in_flight, journal = InFlight(), Journal()
+    group = group or Group()
+    peers = group.peers
+    in_flight, journal = InFlight(peers), Journal()
     bodies = Bodies(config.max_body_bytes)
     reading = FairPool("reading", num_threads=_READING_THREADS, max_waiting=_MAX_READING_BYTES)
 
@@ -127,16 +99,18 @@ def create_models_app(
     app.state.on_connection_ended, app.state.max_body_bytes = connection_ended, config.max_body_bytes
     store_bytes = config.response_store_bytes
     store = ResponseStore(store_bytes or 0, RecentItems(clock) if store_bytes is None else None)
-    answering = Answering(models, in_flight, journal, bodies, clock, access, reading, store)
+    shared = SharedResponses(store, peers)
+    answering = Answering(models, in_flight, journal, bodies, clock, access, reading, shared, group.keeper)
+    app.state.on_count = answering.counted
     for route in _GENERATION:
         _add_generation(app, answering, *route)  # first: routes are tried in their order, and most requests are these
-    app.include_router(admin_routes(models, in_flight, journal, stall_s=config.stall_s))
+    app.include_router(admin_routes(models, in_flight, journal, peers, stall_s=config.stall_s))
     app.include_router(token_routes(models, bodies, reading))
     app.include_router(model_routes(models, bodies))
     app.include_router(canary_routes(models, bodies))
     app.include_router(ollama_routes(models, bodies))
-    app.include_router(response_routes(models, bodies, reading, store))
-    app.state.batches = BatchService(config, answering.answer_line, models, in_flight, access)
+    app.include_router(response_routes(models, bodies, reading, shared))
+    app.state.batches = BatchService(config, answering.answer_line, models, in_flight, access, group.batches)
     app.include_router(batch_routes(app.state.batches, bodies))
     app.add_middleware(ConnectionQuota, on_refused=models.default.metrics.refused)
     guarded, origins = access is not None, checked_origins(config.cors_origins)
@@ -180,10 +154,13 @@ class Answering:
         clock: Callable[[], float],
         access: Access | None,
         reading: FairPool,
-        store: ResponseStore,
+        shared: SharedResponses,
+        keeper: Keeper | None = None,
     ) -> None:
+        self._keeper: Keeper = keeper or LocalKeeper(clock, self.counted)
         self._models, self._in_flight, self._journal, self._bodies = models, in_flight, journal, bodies
-        self._store, self._clock, self._access, self._reading = store, clock, access, reading
+        self._shared, self._store = shared, shared.store
+        self._clock, self._access, self._reading = clock, access, reading
         """For bodies that take long to encode: large ones, and those with a slow chat template."""
         self._check = SchemaCheck()
         self._trial, self._trying = Trial(), FairPool("trials", num_threads=_TRIALS, max_waiting=_MAX_TRIALS_WAITING)
@@ -193,7 +170,7 @@ class Answering:
         self._in_flight.check()
         with self._in_flight.request():
             served, job = await self._read(http, api)
-        return self._response(http, served, job, received_s)
+        return self._response(http, served, job, received_s, http.headers.get(LAST_EVENT, ""))
 
     async def answer_line(self, http: HttpRequest, api: Api, raw: bytes, request_id: str) -> Response:
         """A line of a batch, in the background: no rate limit applies."""
@@ -204,12 +181,19 @@ class Answering:
             raise InvalidRequest("a request of a batch cannot be streamed", hint="leave out 'stream'", param="stream")
         return self._response(http, served, job, received_s)
 
-    def _response(self, http: HttpRequest, served: Served, job: Job, received_s: float) -> Response:
-        created_s = int(time.time())
+    def _response(
+        self, http: HttpRequest, served: Served, job: Job, received_s: float, last_event: str = ""
+    ) -> Response:
+        created_s = int(time.time()) if job.keyed is None else job.keyed.created_s
         tokenizer = served.tokenizer
         finder = StopFinder(job.requests[0].params.stop)  # shared by all prompts
         answers = [Answer(request, tokenizer, finder) for request in job.requests]
         formatter = formatter_of(job, tokenizer, answers, self._store, model=served.name, created_s=created_s)
+        ids = event_ids_of(job, last_event, in_events=formatter.stream_type == EVENT_STREAM)
+        backend, finished = served.backend, None
+        if job.keyed is not None:
+            kept = self._keeper.backend(backend, served.name, job.keyed, caller_of(http).tenant)
+            backend, finished = kept, kept.finished
         metrics = served.metrics
         on_gaps = metrics.gaps if not job.requests[0].slo.background else lambda gaps_s: None
         record = Record(job, self._clock, received_s=received_s, created_s=created_s, on_gaps=on_gaps)
@@ -218,18 +202,18 @@ class Answering:
         self._journal.keep(record)
         note_record(http.scope, record, served.name)
         self._models.begun(served, job.id)
-        in_flight = partial(self._answering, served, job, formatter)
-        on_end = partial(self._ended, caller_of(http), served)
         return AnswerResponse(
             job,
-            served.backend,
+            backend,
             answers,
             formatter,
             record,
             clock=self._clock,
             check=self._check,
-            in_flight=in_flight,
-            on_end=on_end,
+            ids=ids,
+            finished=finished,
+            in_flight=partial(self._answering, served, job, formatter, backend),
+            on_end=partial(self._ended, caller_of(http), served),
         )
 
     def _ended(self, caller: Caller, served: Served, record: Record) -> None:
@@ -237,19 +221,44 @@ class Answering:
         if self._access is not None:
             self._access.ended(record, caller, served.name)
 
+    def counted(self, count: Count, done: Callable[[], object] = lambda: None) -> None:
+        """Usage of an answer under an idempotency key. `done`: see `Access.counted`."""
+        with suppress(ModelNotFound):  # it was unloaded meanwhile
+            self._models.find(count.model).metrics.counted(count.usages)
+        if self._access is not None:
+            self._access.counted(count, done)
+        else:
+            done()
+
     async def _read(self, http: HttpRequest, api: Api) -> tuple[Served, Job]:
-        tenant, header_slo = caller_of(http).tenant, read_header_slo(http.headers)
-        await self._models.enter(tenant)
+        caller, header_slo, key = caller_of(http), read_header_slo(http.headers), read_key(http.headers)
+        tenant = caller.tenant
+        repeats = key is not None and await self._keeper.repeats(tenant, name_of(tenant, key))
+        if not repeats:
+            await self._models.enter(tenant)
         raw = await self._bodies.read(http)
-        self._models.read(tenant, len(raw))
-        request_id = header_id(http.headers.get("x-request-id"))
-        sender = Sender(tenant, request_id, header_slo, self._store.history(tenant.name))
+        if not repeats:
+            self._models.read(tenant, len(raw))
+        keyed, claim = None, None
+        if key is not None:
+            keyed = keyed_request(caller, key, api, raw, int(time.time()))
+            claim = await self._keeper.claim(keyed, tenant)
+            keyed = replace(keyed, created_s=claim.created_s)
+        sender = Sender(
+            tenant,
+            header_id(http.headers.get("x-request-id")),
+            header_slo,
+            self._store.history(tenant.name),
+            keyed=keyed,
+            model=claim.model if claim is not None else "",
+        )
         return await self._prepared(raw, api, sender)
 
     async def _prepared(self, raw: bytes, api: Api, sender: Sender) -> tuple[Served, Job]:
         tenant, meant = sender.tenant, list[Served]()
         try:
-            served, job = await self._parsed(tenant, len(raw), partial(self._parse, raw, api, sender, meant))
+            parse = partial(self._parse, raw, api, sender, meant)
+            served, job = await self._shared.reading(tenant.name, lambda: self._parsed(tenant, len(raw), parse))
             check_echoes(job)
             try:
                 served.check(job.requests)
@@ -306,15 +315,15 @@ class Answering:
             from tripool.gateway.grpc.parse import to_body  # here: its packages may be missing
 
             raw = to_body(raw)
-        served = self._models.meant_by(raw, sender.tenant.name)
+        served = self._models.find(sender.model) if sender.model else self._models.meant_by(raw, sender.tenant.name)
         meant.append(served)
         parser = served.parser.quick if quick else served.parser
         job: Job = getattr(parser, api)(raw, sender)  # its methods have the names of the APIs
         return served, job
 
     @contextmanager
-    def _answering(self, served: Served, job: Job, formatter: Formatter) -> Iterator[None]:
-        running = opened(job, formatter, self._store, served.backend.cancel)
+    def _answering(self, served: Served, job: Job, formatter: Formatter, backend: Backend) -> Iterator[None]:
+        running = opened(job, formatter, self._store, backend.cancel)
         with self._in_flight.request(), served.open.request(), running:
             yield
 

@@ -13,7 +13,8 @@ is open until its key store has one; until then every caller is its operator.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -25,9 +26,8 @@ from tripool.gateway.parse import header_id
 from tripool.gateway.record import Record
 from tripool.gateway.request_log import CALLER as _CALLER
 from tripool.gateway.request_log import refuse
+from tripool.router.kept_types import Count
 from tripool.tenants import ANONYMOUS, OPEN_CALLER, Caller, KeyTable, Tenant
-from tripool.tenants.key_watcher import KeyWatcher
-from tripool.tenants.usage_log import UsageLog
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/health/ready", "/version"})
 _FOR_TENANTS = frozenset({"/tokenize", "/detokenize", "/tokenizer_info", "/api/chat", "/api/generate", "/api/show"}) | {
@@ -47,10 +47,30 @@ class NotOperator(TripoolError, status=403, code="admin_key_needed"):
     """The key is valid but not an operator's."""
 
 
+class Keys(Protocol):
+    """A `KeyWatcher` is one, and so are the keys of another host's store."""
+
+    is_open: bool
+
+    def key_table(self) -> KeyTable: ...
+
+    def close(self) -> None: ...
+
+
+class Log(Protocol):
+    """A `UsageLog` is one."""
+
+    def add(self, caller: Caller, model: str, usages: Sequence[Usage]) -> None: ...
+
+    def count(self, count: Count, done: Callable[[], object]) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Access:
     """Access control of one server: its current keys and its usage log. Used from the event loop."""
 
-    def __init__(self, key_watcher: KeyWatcher, usage_log: UsageLog, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, key_watcher: Keys, usage_log: Log, *, clock: Callable[[], float] = time.time) -> None:
         self._key_watcher, self._usage_log, self._clock = key_watcher, usage_log, clock
 
     @property
@@ -96,9 +116,16 @@ class Access:
 
         One that was cancelled before its first token is charged its prompt: how much was computed is unknown here.
         """
-        if caller.key and (record.has_tokens or record.state == "cancelled"):
+        if caller.key and (record.has_tokens or record.state == "cancelled") and not record.keyed:
             usages: list[Usage] = list(record.usages)
             self._usage_log.add(caller, model, usages)
+
+    def counted(self, count: Count, done: Callable[[], object]) -> None:
+        """Log the usage of an answer that is kept; `done` is called, from any thread, when it is on disk."""
+        if count.caller:
+            self._usage_log.count(count, done)
+        else:
+            done()
 
     def close(self) -> None:
         self._key_watcher.close()

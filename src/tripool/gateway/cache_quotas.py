@@ -7,6 +7,7 @@ by tags and lose quotas when they restart, so quotas are sent again from time to
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import APIRouter
@@ -33,8 +34,10 @@ class CacheQuotas:
         self._sent: dict[str, dict[bytes, int]] = {}
         self._rounds_left = 0
 
-    async def keep(self) -> None:
-        """Runs as long as the server."""
+    async def keep(self, may: Callable[[], bool] = lambda: True) -> None:
+        """Runs as long as the server. `may`: whether it is this gateway that does it."""
+        while not may():
+            await asyncio.sleep(ROUND_S)
         while True:
             try:
                 key_table = self._access.key_table

@@ -1,23 +1,14 @@
 """A gateway's connection to the coordinator: requests out, tokens in; survives the coordinator.
 
-Runs on the gateway's event loop. Every open request is kept here with the tokens that came, so that a coordinator that
-knows nothing of it takes it up from there:
-
-| the coordinator is lost when | then |
-|---|---|
-| the connection ends | it is connected again, to the coordinator that answers at the same address |
-| nothing is heard for `_SILENCE_S` | the same |
-| it skips a token, or its epoch is below one seen before | the same |
-| none has answered for `_AWAY_S` | open requests fail |
+Runs on the gateway's event loop. What is believed, kept and sent again is decided in `router/gateway_session.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from itertools import count
-from typing import Literal
 
 import zmq
 
@@ -25,32 +16,45 @@ from tripool.core import Request, TokenEvent
 from tripool.errors import TripoolError
 from tripool.fabric.channel import Line, identity_of
 from tripool.fabric.gateway_wire import (
+    Ask,
     CancelRequest,
     Charge,
+    Counted,
     Events,
     Failed,
+    FromGateway,
     GatewayHello,
     GatewayWelcome,
     ModelStatus,
     Query,
+    QueryKind,
     QueryResult,
+    Question,
+    Replies,
+    Reply,
     Resume,
     Status,
+    Stopped,
     Submit,
     ToGateway,
+    Usages,
     read_to_gateway,
 )
 from tripool.messages import PROTOCOL, WorkerId
-from tripool.router.held import Held, HeldChoice
+from tripool.router.gateway_session import GatewaySession, OpenRequest, Resumption, Submission
+from tripool.router.held import Taken
+from tripool.router.kept_types import AnswerChanged, Count, Keyed
+from tripool.router.questions import ANSWER_S
 from tripool.tenants import Tenant
 from tripool.token_stream import TokenStream
 
 _LOG = logging.getLogger("tripool.gateway")
 _LOOK_S = 0.25
-_SILENCE_S = 2.5
-"""Longest silence of a coordinator that has welcomed this gateway; it speaks several times a second."""
-_AWAY_S = 30.0
 _QUERY_S = 10.0
+_ASK_S = ANSWER_S + 1.0
+
+OnCount = Callable[[Count, Callable[[], object]], object]
+"""Logs usage, and calls the second argument, from any thread, once it is on disk."""
 
 
 class NoCoordinator(TripoolError, status=503, code="no_coordinator", retry_after_s=1.0):
@@ -60,118 +64,105 @@ class NoCoordinator(TripoolError, status=503, code="no_coordinator", retry_after
         super().__init__(message, hint=hint)
 
 
-class _Choice:
-    __slots__ = ("done", "num_accepted", "num_drafted", "tokens")
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.done = False
-        self.num_drafted = self.num_accepted = 0
-
-
-class _Open:
-    """One open request."""
-
-    __slots__ = ("choices", "choices_left", "model", "num_cached", "request", "since_s", "stream", "tenant")
-
-    def __init__(self, model: str, request: Request, tenant: Tenant, stream: TokenStream, now_s: float) -> None:
-        self.model, self.request, self.tenant, self.stream, self.since_s = model, request, tenant, stream, now_s
-        self.choices = [_Choice() for _ in range(request.params.n)]
-        self.choices_left = request.params.n
-        self.num_cached: int | None = None
-
-    def take(self, event: TokenEvent) -> bool | None:
-        """Whether it is new; None: tokens before it are missing."""
-        choice = self.choices[event.choice]
-        if event.index != len(choice.tokens):
-            return None if event.index > len(choice.tokens) else False
-        choice.tokens.append(event.token_id)
-        choice.num_drafted, choice.num_accepted = event.num_draft_tokens, event.num_accepted_draft_tokens
-        self.num_cached = event.num_cached_tokens
-        if event.finish_reason is not None:
-            choice.done = True
-            self.choices_left -= 1
-        return True
-
-    def resume(self) -> Resume:
-        had = [HeldChoice(tuple(c.tokens), c.done, c.num_drafted, c.num_accepted) for c in self.choices]
-        return Resume(self.model, self.request, self.tenant, Held(tuple(had), self.num_cached))
-
-
 class CoordinatorLink:
     """`start` it on the event loop that serves HTTP."""
 
-    def __init__(self, address: str, gateway: WorkerId, *, on_welcome: Callable[[], object] = lambda: None) -> None:
-        self._address, self._gateway, self._on_welcome = address, gateway, on_welcome
+    def __init__(
+        self, address: str, gateway: WorkerId, *, on_welcome: Callable[[], object] = lambda: None,
+        on_count: OnCount = lambda count, done: done(),
+    ) -> None:  # fmt: skip
+        self._address, self._gateway, self._on_welcome, self._on_count = address, gateway, on_welcome, on_count
         self._loop: asyncio.AbstractEventLoop | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._line: Line[ToGateway] | None = None
         self._num_lines = 0
-        self.epoch = 0
-        """The highest of any coordinator that has welcomed this gateway."""
-        self.welcome = False
+        self._session: GatewaySession[TokenStream] = GatewaySession(0.0)
         self.models: dict[str, ModelStatus] = {}
         """As the coordinator said last."""
-        self._heard_s = 0.0
-        self._open: dict[str, _Open] = {}
-        self._unsent: list[Submit] = []
-        """Came while there was no coordinator."""
-        self._queries: dict[int, tuple[Query, asyncio.Future[bytes]]] = {}
+        self.draining = False
+        self.answers: dict[str, Callable[[bytes], Awaitable[bytes]]] = {}
+        """What this gateway answers to others, by the kind of question."""
+        self._answering: set[asyncio.Task[None]] = set()
+        self._queries: dict[int, tuple[Query | Ask, asyncio.Future[QueryResult | Replies]]] = {}
         self._numbers = count(1)
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def num_open(self) -> int:
-        return len(self._open)
+        return len(self._session.open)
+
+    @property
+    def welcome(self) -> bool:
+        return self._session.welcome
+
+    @property
+    def epoch(self) -> int:
+        return self._session.epoch
 
     def start(self) -> None:
         if self._loop is None:
             self._loop, self._context = asyncio.get_running_loop(), zmq.Context()
-            self._heard_s = self._loop.time()
+            self._session.heard_s = self._loop.time()
             self._connect()
             self._look()
 
     def close(self, error: TripoolError) -> None:
         """End every stream, and the connection."""
-        self._fail(list(self._open.values()), error)
+        self._fail(list(self._session.open.values()), error)
         if self._loop is not None and self._context is not None:
             self._disconnect()
             if self._timer is not None:
                 self._timer.cancel()
+            for task in self._answering:
+                task.cancel()
             self._context.term()
             self._loop = self._context = None
 
     # ---- requests ---------------------------------------------------------------------------------------------------
 
-    def submit(self, model: str, requests: Sequence[Request], tenant: Tenant, stream: TokenStream) -> None:
-        now_s = self._started.time()
-        for request in requests:
-            self._open[request.id] = _Open(model, request, tenant, stream, now_s)
-        submit = Submit(model, tuple(requests), tenant)
-        if self.welcome:
-            self._send(submit)
-        else:
-            self._unsent.append(submit)
+    def submit(
+        self, model: str, requests: Sequence[Request], tenant: Tenant, stream: TokenStream, keyed: Keyed | None = None
+    ) -> None:
+        submission = Submission(model, tuple(requests), tenant, keyed)
+        if self._session.submit(submission, stream, self._started.time()):
+            self._send(Submit(*submission))
 
     def cancel(self, request_id: str) -> None:
-        one = self._open.pop(request_id, None)
+        one = self._session.close(request_id)
         if one is not None:
-            one.stream.cancelled(request_id)
+            one.reader.cancelled(request_id)
             self._send(CancelRequest(request_id))
+
+    def stopped(self, request_id: str, lengths: tuple[int, ...]) -> None:
+        """Of a request with an idempotency key: a stop string was found."""
+        one = self._session.close(request_id)
+        if one is not None:
+            one.reader.cancelled(request_id)
+            self._send(Stopped(request_id, lengths))
 
     def charge(self, tenant: Tenant, num_bytes: int) -> None:
         self._send(Charge(tenant, num_bytes))
 
     async def ask(
-        self, what: Literal["enter", "explain", "pools"], *, tenant: Tenant | None = None, request_id: str = ""
+        self, what: QueryKind, *, tenant: Tenant | None = None, name: str = "", keyed: Keyed | None = None
     ) -> bytes:
         """The answer as JSON. Raises the coordinator's error, or NoCoordinator if none answers in time."""
-        query = Query(next(self._numbers), what, tenant, request_id)
-        answer: asyncio.Future[bytes] = self._started.create_future()
+        result = await self._asked(Query(next(self._numbers), what, tenant, name, keyed), _QUERY_S)
+        assert isinstance(result, QueryResult)
+        return result.body
+
+    async def ask_others(self, what: str, body: bytes = b"") -> tuple[bytes, ...]:
+        """What all other gateways answer; nothing from those that do not in time. Raises NoCoordinator."""
+        result = await self._asked(Ask(next(self._numbers), what, body), _ASK_S)
+        assert isinstance(result, Replies)
+        return result.bodies
+
+    async def _asked(self, query: Query | Ask, timeout_s: float) -> QueryResult | Replies:
+        answer: asyncio.Future[QueryResult | Replies] = self._started.create_future()
         self._queries[query.number] = query, answer
         self._send(query)
         try:
-            async with asyncio.timeout(_QUERY_S):
+            async with asyncio.timeout(timeout_s):
                 return await answer
         except TimeoutError:
             raise NoCoordinator from None
@@ -184,7 +175,7 @@ class CoordinatorLink:
             raise NoCoordinator("the gateway is shut down")
         return self._loop
 
-    def _send(self, message: Submit | Resume | CancelRequest | Charge | Query) -> None:
+    def _send(self, message: FromGateway) -> None:
         if self.welcome and self._line is not None:
             self._line.send(message)
             self._sent()
@@ -202,16 +193,15 @@ class CoordinatorLink:
         self._sent()
 
     def _disconnect(self) -> None:
-        line, self._line, self.welcome = self._line, None, False
+        line, self._line = self._line, None
+        self._session.disconnected()
         if line is not None:
             self._started.remove_reader(line.fileno)
             self._started.remove_reader(line.monitor)
             line.close()
 
     def _lose(self, why: str) -> None:
-        _LOG.warning(
-            "coordinator lost", extra={"reason": why, "open": len(self._open), "coordinator_epoch": self.epoch}
-        )
+        _LOG.warning("coordinator lost", extra={"reason": why, "open": self.num_open, "coordinator_epoch": self.epoch})
         self._disconnect()
         self._connect()
 
@@ -221,14 +211,11 @@ class CoordinatorLink:
 
     def _look(self) -> None:
         """Looks at deadlines."""
-        loop = self._started
-        silent_s = loop.time() - self._heard_s
+        loop, session = self._started, self._session
         self._look_broken()
-        if self.welcome and silent_s > _SILENCE_S:
-            self._lose(f"silent for {silent_s:.1f} s")
-        if not self.welcome and silent_s > _AWAY_S:
-            late_s = loop.time() - _AWAY_S
-            self._fail([one for one in self._open.values() if one.since_s < late_s], NoCoordinator())
+        if session.is_silent(loop.time()):
+            self._lose(f"silent for {loop.time() - session.heard_s:.1f} s")
+        self._fail(session.given_up(loop.time()), NoCoordinator())
         self._timer = loop.call_later(_LOOK_S, self._look)
 
     def _sent(self) -> None:
@@ -242,40 +229,46 @@ class CoordinatorLink:
         if line is None:
             return
         for message in line.receive():
-            self._heard_s = self._started.time()
+            self._session.heard_s = self._started.time()
             if isinstance(message, GatewayWelcome):
                 self._welcomed(message.epoch)
             elif not self.welcome:
                 continue  # no coordinator of ours
             elif isinstance(message, Events):
                 self._events(message.events)
-            elif isinstance(message, Status):
-                self.models = {model.name: model for model in message.models}
-            elif isinstance(message, Failed):
-                one = self._open.pop(message.request_id, None)
-                if one is not None:
-                    one.stream.fail(message.error.error())
-            elif message.number in self._queries:
-                self._answered(message)
+            else:
+                self._take(message)
             if line is not self._line:
                 return  # lost, and closed
 
+    def _take(self, message: ToGateway) -> None:
+        match message:
+            case Status():
+                self.models = {model.name: model for model in message.models}
+                self.draining = message.draining
+            case Failed():
+                one = self._session.close(message.request_id)
+                if one is not None:
+                    one.reader.fail(message.error.error())
+            case QueryResult() | Replies():
+                self._answered(message)
+            case Usages():
+                for count in message.counts:
+                    self._count(count)
+            case Question():
+                self._answer(message)
+
     def _welcomed(self, epoch: int) -> None:
-        if epoch < self.epoch:
-            self._lose(f"epoch {epoch} after {self.epoch}")
+        known, before = bool(self.epoch), self.epoch
+        to_send = self._session.welcomed(epoch)
+        if to_send is None:
+            self._lose(f"epoch {epoch} after {before}")
             return
         assert self._line is not None
-        if self.epoch:
-            _LOG.info("coordinator found", extra={"coordinator_epoch": epoch, "open": len(self._open)})
-        self.epoch, self.welcome = epoch, True
-        unsent, self._unsent = self._unsent, []
-        fresh = {request.id for submit in unsent for request in submit.requests}
-        for one in self._open.values():
-            if one.request.id not in fresh:
-                self._line.send(one.resume())
-        for submit in unsent:
-            if all(request.id in self._open for request in submit.requests):  # else its client has gone
-                self._line.send(submit)
+        if known:
+            _LOG.info("coordinator found", extra={"coordinator_epoch": epoch, "open": self.num_open})
+        for item in to_send:
+            self._line.send(Resume(*item) if isinstance(item, Resumption) else Submit(*item))
         for query, _ in self._queries.values():
             self._line.send(query)
         self._sent()
@@ -283,38 +276,55 @@ class CoordinatorLink:
 
     def _events(self, events: Iterable[TokenEvent]) -> None:
         for event in events:
-            one = self._open.get(event.request_id)
-            if one is None:
-                continue  # cancelled meanwhile
-            new = one.take(event)
-            if new is None:
+            taken, one = self._session.take(event)
+            if one is None or taken is Taken.KNOWN:
+                continue  # cancelled meanwhile, or there already
+            if taken is Taken.GAP:
                 self._lose("a token is missing")
                 return
-            if not new:
-                continue
-            if not one.choices_left:
-                del self._open[event.request_id]
-            if not one.stream.put(event):
-                self._started.call_soon(self._give_up, one.stream)
+            if taken is Taken.OTHER:
+                self._fail([one], AnswerChanged("the answer was computed again, and is another one"))
+            elif not one.reader.put(event):
+                self._started.call_soon(self._give_up, one.reader)
 
-    def _answered(self, result: QueryResult) -> None:
-        _, answer = self._queries[result.number]
-        if answer.done():
+    def _answered(self, result: QueryResult | Replies) -> None:
+        _, answer = self._queries.get(result.number, (None, None))
+        if answer is None or answer.done():
             return
-        if result.error is not None:
+        if isinstance(result, QueryResult) and result.error is not None:
             answer.set_exception(result.error.error())
         else:
-            answer.set_result(result.body)
+            answer.set_result(result)
 
     def _give_up(self, stream: TokenStream) -> None:
         """Compute nothing more for a client that does not read; its stream raises the reason when it is read."""
         for request_id in tuple(stream.choices_left):
-            if self._open.pop(request_id, None) is not None:
+            if self._session.close(request_id) is not None:
                 self._send(CancelRequest(request_id))
 
-    def _fail(self, failing: Iterable[_Open], error: TripoolError) -> None:
+    def _fail(self, failing: Iterable[OpenRequest[TokenStream]], error: TripoolError) -> None:
         for one in failing:
-            if self._open.pop(one.request.id, None) is not None:
+            if self._session.close(one.request.id) is not None:
                 # The end overtakes what was not read yet: a slow reader must not delay it.
-                one.stream.fail(error, at_once=True)
+                one.reader.fail(error, at_once=True)
                 self._send(CancelRequest(one.request.id))
+
+    # ---- other gateways, and usage ----------------------------------------------------------------------------------
+
+    def _answer(self, question: Question) -> None:
+        task = self._started.create_task(self._reply(question))
+        self._answering.add(task)
+        task.add_done_callback(self._answering.discard)
+
+    async def _reply(self, question: Question) -> None:
+        answer, body = self.answers.get(question.what), b""
+        if answer is not None:
+            try:
+                body = await answer(question.body)
+            except TripoolError:
+                body = b""  # nothing is known of it here
+        self._send(Reply(question.number, body))
+
+    def _count(self, count: Count) -> None:
+        loop, counted = self._started, Counted(count.id)
+        self._on_count(count, lambda: loop.call_soon_threadsafe(self._send, counted))

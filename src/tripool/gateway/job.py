@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Literal
 
 from tripool.core import Request, Structure
 from tripool.errors import InvalidRequest
+from tripool.gateway.output_parser import OutputParser
 from tripool.gateway.schema_check import ENFORCED, Unenforced
+from tripool.router.kept_types import Keyed
 
 if TYPE_CHECKING:
     from tripool.gateway.responses.parse import Shown
@@ -50,8 +52,16 @@ class Job:
     """Instead of the structure, if no grammar can be made of that: without the schemas that are no promise."""
     thinks: bool | None = None
     """Whether reasoning is split off: None when not, else whether the prompt ends inside of it."""
+    hides_reasoning: bool = False
+    """Whether reasoning that is split off is left out."""
     shown: Shown | None = None
     """Of a request to the Responses API."""
+    keyed: Keyed | None = None
+    """Of a request with an idempotency key."""
+
+    def parser(self) -> OutputParser:
+        """For one choice."""
+        return OutputParser(calls=self.calls, thinks=self.thinks, hides=self.hides_reasoning)
 
 
 def check_echoes(job: Job) -> None:

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tripool.core import ServingStats
+from tripool.core import ServingStats, Usage
 from tripool.gateway.record import Record
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -82,9 +82,13 @@ class Metrics(Collector):
         stats: Callable[[], ServingStats],
         num_open: Callable[[], int],
         more: Callable[[dict[str, str]], Iterable[Metric]] | None = None,
+        gateway: str = "",
     ) -> None:
-        """`more`: further metrics of the backend, under the same labels."""
-        self._labels, self._more = {"model_name": model}, more
+        """`more`: further metrics of the backend, under the same labels. `gateway`: a label of what this one counts, if
+        a server may have several; the backend's metrics are the same from each."""
+        self._labels, self._backend_labels, self._more = {"model_name": model}, {"model_name": model}, more
+        if gateway:
+            self._labels = self._labels | {"gateway": gateway}
         self._stats, self._num_open = stats, num_open
         self._histograms = {name: Histogram(bounds) for name, _, bounds, _ in _HISTOGRAMS}
         self._totals: Counter[str] = Counter()
@@ -103,10 +107,9 @@ class Metrics(Collector):
 
     def ended(self, record: Record) -> None:
         self._requests[(record.api, record.state)] += 1
+        if not record.keyed:
+            self.counted(record.usages)
         for usage in record.usages:
-            self._totals["prompt_tokens"] += usage.prompt_tokens
-            self._totals["cached_prompt_tokens"] += usage.cached_tokens
-            self._totals["completion_tokens"] += usage.completion_tokens
             self._observe("prompt_tokens_per_request", usage.prompt_tokens)
             self._observe("completion_tokens_per_request", usage.completion_tokens)
         if record.max_tokens is not None:
@@ -119,6 +122,12 @@ class Metrics(Collector):
             self._observe("request_seconds", sum(stages.values()) / 1e6)
             for name, microseconds in stages.items():
                 self._observe(f"{name}_seconds", microseconds / 1e6)
+
+    def counted(self, usages: Iterable[Usage]) -> None:
+        for usage in usages:
+            self._totals["prompt_tokens"] += usage.prompt_tokens
+            self._totals["cached_prompt_tokens"] += usage.cached_tokens
+            self._totals["completion_tokens"] += usage.completion_tokens
 
     def gaps(self, gaps_s: Iterable[float]) -> None:
         """Gaps between tokens."""
@@ -134,6 +143,10 @@ class Metrics(Collector):
         return ()
 
     def collect(self) -> Iterator[Metric]:
+        yield from self.own()
+        yield from self.of_backend()
+
+    def own(self) -> Iterator[Metric]:
         for name, alias, _, help_text in _HISTOGRAMS:
             for full in _names(name, [alias] if alias else []):
                 yield self._histograms[name].family(full, help_text, self._labels)
@@ -141,9 +154,11 @@ class Metrics(Collector):
             for full in _names(name, aliases):
                 yield self._family(CounterMetricFamily, full, help_text, [((), self._totals[name])])
         yield from self._requests_families()
+
+    def of_backend(self) -> Iterator[Metric]:
         yield from self._backend_families(self._stats())
         if self._more is not None:
-            yield from self._more(self._labels)
+            yield from self._more(self._backend_labels)
 
     def _requests_families(self) -> Iterator[Metric]:
         by_state = list(self._requests.items())
@@ -182,7 +197,9 @@ class Metrics(Collector):
         for kind, rows in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
             for name, aliases, value in rows:
                 for full in _names(name, aliases):
-                    yield self._family(kind, full, "Of the backend.", [((), value)])
+                    family = kind(full, "Of the backend.", labels=list(self._backend_labels))
+                    family.add_metric(list(self._backend_labels.values()), value)
+                    yield family
 
     def _family(
         self,
@@ -201,24 +218,38 @@ class Metrics(Collector):
 class _Merged(Collector):
     """Each metric once, with the samples of every model."""
 
-    def __init__(self, several: Sequence[Metrics]) -> None:
+    def __init__(self, several: Iterable[Iterable[Metric]]) -> None:
         self._several = several
 
     def collect(self) -> Iterator[Metric]:
         families: dict[str, Metric] = {}
         for metrics in self._several:
-            for family in metrics.collect():
+            for family in metrics:
                 known = families.setdefault(family.name, family)
                 if known is not family:
                     known.samples.extend(family.samples)
         yield from families.values()
 
 
-def scrape(several: Sequence[Metrics]) -> bytes:
-    """The Prometheus text format."""
+def scrape_own(several: Sequence[Metrics]) -> str:
+    """What this gateway counts, in Prometheus's text format."""
+    return _text(one.own() for one in several)
+
+
+def scrape(several: Sequence[Metrics], others: Iterable[str] = ()) -> str:
+    """All, with what other gateways count (`scrape_own`)."""
+    samples: dict[str, tuple[str, list[str]]] = {}
+    for text in (scrape_own(several), *others, _text(one.of_backend() for one in several)):
+        for block in text.split("# HELP ")[1:]:
+            about, kind, *lines = block.rstrip("\n").split("\n")
+            samples.setdefault(about.partition(" ")[0], (f"# HELP {about}\n{kind}", []))[1].extend(lines)
+    return "".join("\n".join([head, *lines, ""]) for head, lines in samples.values())
+
+
+def _text(several: Iterable[Iterable[Metric]]) -> str:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Merged(several))
-    return generate_latest(registry)
+    return generate_latest(registry).decode()
 
 
 def _names(name: str, aliases: Iterable[str]) -> list[str]:

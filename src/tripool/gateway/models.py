@@ -63,13 +63,14 @@ class OpenRequests:
 class Served:
     """One model as the application sees it. The tokenizer is available even while the weights are unloaded."""
 
-    def __init__(self, name: str, backend: Backend, tokenizer: Tokenizer) -> None:
+    def __init__(self, name: str, backend: Backend, tokenizer: Tokenizer, gateway: str = "") -> None:
+        """`gateway`: its name, where a server may have several."""
         self.name, self.backend, self.tokenizer = name, backend, tokenizer
         self.parser = Parser(tokenizer, name, lambda: backend.context_tokens)
         self.tokens = TokenService(self.parser, tokenizer, lambda: backend.context_tokens)
         more = backend.families if isinstance(backend, (AdmissionBackend, RemoteBackend)) else None
         self.open = OpenRequests()
-        self.metrics = Metrics(name, backend.stats, lambda: self.open.num_open, more)
+        self.metrics = Metrics(name, backend.stats, lambda: self.open.num_open, more, gateway)
 
     def check(self, requests: Sequence[Request]) -> None:
         """Raises the errors that can be found before anything is prepared for the requests."""
@@ -128,7 +129,7 @@ class Models:
 
     def versioned(self, name: str) -> VersionedModel:
         if name not in self._versioned:
-            hint = "a server of one process that was started with a name of the registry has versions and canaries"
+            hint = "a server that was started with a name of the registry, without a version, has versions and canaries"
             raise NoVersions(f"'{name[:100]}' is not served from a registry here", hint=hint)
         return self._versioned[name]
 

@@ -74,7 +74,8 @@ _IGNORED = (
     "session_id", "kv_transfer_params", "prediction", "verbosity", "guided_decoding_backend",
     "guided_whitespace_pattern", "functions", "function_call", "length_penalty", "spaces_between_special_tokens",
     "stream_reasoning", "web_search_options", "provider", "transforms", "route", "plugins", "usage", "documents",
-    "mm_processor_kwargs", "extra_body", "moderation",
+    "mm_processor_kwargs", "mm_payload", "media_io_kwargs", "extra_body", "moderation", "ec_transfer_params",
+    "stream_interval", "routed_experts_prompt_start", "vllm_xargs",
 )  # fmt: skip
 
 _ONLY_PLAIN: Mapping[str, tuple[Any, ...]] = {
@@ -83,7 +84,16 @@ _ONLY_PLAIN: Mapping[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
     "bad_words": ([],),
     "use_beam_search": (False,),
-    "include_reasoning": (True,),
+    "truncation_side": ("left",),
+    "watermarking": (False,),
+    "return_prompt_text": (False,),
+    "return_token_offsets": (False,),
+    "return_mm_kwargs": (False,),
+    "chat_template": (),
+    "logprob_token_ids": (),
+    "prompt_embeds": (),
+    "repetition_detection": (),
+    "thinking_token_budget": (),
 }
 
 
@@ -150,7 +160,7 @@ CHAT = Fields(
         **_GENERATION,
         **_TEMPLATE,
         **_all(of.INTEGER, "max_completion_tokens top_logprobs"),
-        **_all(of.BOOLEAN, "logprobs parallel_tool_calls separate_reasoning"),
+        **_all(of.BOOLEAN, "logprobs parallel_tool_calls separate_reasoning include_reasoning"),
         "tool_choice": of.TOOL_CHOICE,
     },
     required=("messages",),
@@ -169,6 +179,7 @@ COMPLETION = Fields(
     ignored=_IGNORED,
     only_plain={
         **_ONLY_PLAIN,
+        "include_reasoning": (True,),
         "tools": ([],),
         "tool_choice": ("none", "auto"),
         "parallel_tool_calls": (True, False),
@@ -192,13 +203,19 @@ _ANTHROPIC: Mapping[str, JsonType] = {
     "model": of.TEXT,
     "system": of.TEXT_OR_BLOCKS,
     "tools": of.TOOLS,
-    **_all(of.OBJECT, "tool_choice thinking output_config output_format thread"),
+    **_all(of.OBJECT, "tool_choice thinking output_config output_format thread chat_template_kwargs"),
 }
 _ANTHROPIC_IGNORED = (
     "metadata", "service_tier", "cache_control", "inference_geo", "speed", "user_profile_id", "workspace_id",
-    "diagnostics", "context_management", "compaction", "fallbacks", "fallback_credit_token",
+    "diagnostics", "context_management", "compaction", "fallbacks", "fallback_credit_token", "kv_transfer_params",
+    "ec_transfer_params", "mm_payload", "vllm_xargs",
 )  # fmt: skip
-_ANTHROPIC_ONLY_PLAIN: Mapping[str, tuple[Any, ...]] = {"container": (), "mcp_servers": ([],)}
+_ANTHROPIC_ONLY_PLAIN: Mapping[str, tuple[Any, ...]] = {
+    "container": (),
+    "mcp_servers": ([],),
+    "watermarking": (False,),
+    "return_mm_kwargs": (False,),
+}
 ANTHROPIC = Fields(
     known={
         **_ANTHROPIC,
@@ -206,6 +223,7 @@ ANTHROPIC = Fields(
         **_all(of.NUMBER, "temperature top_p"),
         "stop_sequences": of.STOPS,
         "stream": of.BOOLEAN,
+        "cache_salt": of.TEXT,
         "slo": of.OBJECT,
     },
     required=("messages", "max_tokens"),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from tripool.gateway.reasoning_parser import ReasoningParser
-from tripool.gateway.tool_parser import Content, ParsedOutput, Piece, ToolParser
+from tripool.gateway.tool_parser import Content, ParsedOutput, Piece, Thought, ToolParser
 
 
 class OutputParser:
-    """`thinks`: whether reasoning is split off; None when not, else whether the prompt already opened it."""
+    """`thinks`: whether reasoning is split off; None when not, else whether the prompt already opened it. `hides`:
+    whether it is left out."""
 
-    def __init__(self, *, calls: bool, thinks: bool | None) -> None:
+    def __init__(self, *, calls: bool, thinks: bool | None, hides: bool = False) -> None:
+        self._hides = hides
         self._calls = ToolParser() if calls else None
         self._thinking = None if thinks is None else ReasoningParser(opened=thinks)
         self.parsed = ParsedOutput()
@@ -53,4 +55,4 @@ class OutputParser:
         parts: list[Piece] = list(self._thinking.push(text))
         if last:
             parts += self._thinking.finish()
-        return parts
+        return [part for part in parts if not isinstance(part, Thought)] if self._hides else parts

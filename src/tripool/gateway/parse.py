@@ -31,6 +31,7 @@ from tripool.gateway.structure import read_format
 from tripool.gateway.tools import Tools, as_text, read_tools
 from tripool.grammar.relax import Relax, opened, relaxed
 from tripool.grammar.tools import or_answer
+from tripool.router.kept_types import Keyed, seed_of
 from tripool.tenants import ANONYMOUS, Tenant
 from tripool.text import Tokenizer
 
@@ -59,6 +60,10 @@ class Sender:
     history: History = NOTHING_STORED
     background: bool = False
     """Whether it is a line of a batch."""
+    keyed: Keyed | None = None
+    """With an idempotency key: ids and seeds follow from it."""
+    model: str = ""
+    """That answered this key first; empty: the one that the body names."""
 
 
 _UNKNOWN = Sender()
@@ -208,7 +213,8 @@ class Parser:
         prompt_ids = _truncated(self.chat_ids(fields, conversation, tools), fields)
         thinks: bool | None = None
         # A grammar that applies from the first character leaves no room for reasoning.
-        if fields.get("separate_reasoning", True) and (structure is tools.structure and not tools.required):
+        splits = fields.get("separate_reasoning", True) or not fields.get("include_reasoning", True)
+        if splits and (structure is tools.structure and not tools.required):
             tail = self._tokenizer.decode(prompt_ids[-_TAIL_TOKENS:], skip_special=False)
             thinks = tail.rstrip().endswith(OPENING)
         # A salt requests isolation from other requests.
@@ -252,16 +258,18 @@ class Parser:
         if len(prompts.ids) * params.n > options.MAX_ANSWERS:
             hint = f"prompts times choices must be at most {options.MAX_ANSWERS}; use several requests"
             raise InvalidRequest(f"{len(prompts.ids)} prompts with {params.n} choices each", hint=hint, param="n")
-        key = secrets.token_hex(12)
-        request_id = _request_id(fields) or sender.request_id or key
+        keyed, own = sender.keyed, secrets.token_hex(12)
+        key = own if keyed is None else keyed.answer
+        named = _request_id(fields)
+        request_id = named or sender.request_id or key
         slo = read_slo(fields, sender.tenant, sender.slo, key, background=sender.background)
         namespace = _namespace(fields, sender.tenant)
         if not all(prompts.ids):
             raise InvalidRequest("a prompt is empty", hint="send at least one token", param="prompt")
         requests = tuple(
             Request(
-                id=f"{key}-{i}", prompt_ids=tuple(prompt), params=params, end_ids=self._tokenizer.end_ids,
-                seed=secrets.randbits(63) if params.seed is None else params.seed, namespace=namespace,
+                id=f"{own}-{i}", prompt_ids=tuple(prompt), params=params, end_ids=self._tokenizer.end_ids,
+                seed=params.seed if params.seed is not None else _seed(keyed, i), namespace=namespace,
                 public_tokens=prompts.public_tokens, slo=slo,
             )
             for i, prompt in enumerate(prompts.ids)
@@ -270,9 +278,11 @@ class Parser:
         if "stream_options" in fields and not stream:
             raise InvalidRequest("'stream_options' needs 'stream'", hint='send "stream": true', param="stream_options")
         return Job(
-            id=_ID_PREFIX.get(api, "") + request_id,
+            # Of a keyed request the same for each repeat, which a proxy may have given another `X-Request-Id`.
+            id=_ID_PREFIX.get(api, "") + (request_id if keyed is None else named or key),
             request_id=request_id,
             key=key,
+            keyed=keyed,
             api=api,
             requests=requests,
             stream=stream,
@@ -284,9 +294,14 @@ class Parser:
             prompt_logprobs=fields.get("prompt_logprobs"),
             calls=structure is not None and structure.kind == "tool_calls",
             thinks=thinks,
+            hides_reasoning=not fields.get("include_reasoning", True),
             unenforced=unenforced,
             looser=None if structure is None else partial(_looser, fields),
         )
+
+
+def _seed(keyed: Keyed | None, place: int) -> int:
+    return secrets.randbits(63) if keyed is None else seed_of(keyed.answer, place)
 
 
 def _structure(fields: Mapping[str, Any], tools: Tools, relax: Relax = relaxed) -> tuple[Structure | None, Unenforced]:

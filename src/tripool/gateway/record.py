@@ -41,6 +41,8 @@ class Record:
         # Facts only, not the job itself: records outlive their requests, and prompts are long and private.
         self.id, self.request_id, self.key, self.api, self.stream = job.id, job.request_id, job.key, job.api, job.stream
         self.tenant, self.background = job.requests[0].slo.tenant, job.requests[0].slo.background
+        self.keyed = job.keyed is not None
+        """Its tokens are counted where its answer is kept, once for all who read it."""
         self.num_prompts, self.n = len(job.requests), job.requests[0].params.n
         self.max_tokens = job.requests[0].params.max_tokens
         self.prompt_tokens = sum(len(request.prompt_ids) for request in job.requests)

@@ -14,6 +14,7 @@ from tripool.gateway.backend import Facts
 from tripool.gateway.coordinator_link import CoordinatorLink
 from tripool.gateway.metrics import histogram_family
 from tripool.router.answer_limits import answer_tokens, check_answers
+from tripool.router.kept_types import Keyed
 from tripool.router.rate_limiter import RateLimiter
 from tripool.router.service import ERRORS_S
 from tripool.tenants import Tenant
@@ -55,14 +56,16 @@ class RemoteBackend:
     def slots(self) -> int | None:
         return self._status.slots or None
 
-    async def stream(self, *requests: Request, watcher: Watcher | None = None) -> AsyncGenerator[TokenEvent, None]:
+    async def stream(
+        self, *requests: Request, watcher: Watcher | None = None, keyed: Keyed | None = None
+    ) -> AsyncGenerator[TokenEvent, None]:
         if self._refusing is not None:
             raise EngineStopped(self._refusing)
         self._check_lengths(requests)
         tenant = self._tenant_of(requests[0].slo.tenant)
         stream = TokenStream(requests, watcher)
         try:
-            self._link.submit(self._model, requests, tenant, stream)
+            self._link.submit(self._model, requests, tenant, stream, keyed)
             while (event := await stream.read()) is not None:
                 yield event
         finally:
@@ -71,6 +74,10 @@ class RemoteBackend:
 
     def cancel(self, request_id: str) -> None:
         self._link.cancel(request_id)
+
+    def stopped(self, request_id: str, lengths: tuple[int, ...]) -> None:
+        """A request with an idempotency key ends here: a stop string was found."""
+        self._link.stopped(request_id, lengths)
 
     def stats(self) -> ServingStats:
         if self._link.welcome:
@@ -83,7 +90,7 @@ class RemoteBackend:
 
     async def explained(self, request_id: str) -> Facts:
         """Where the request runs or ran and why, as far as the coordinator remembers."""
-        facts: Facts = msgspec.json.decode(await self._link.ask("explain", request_id=request_id))
+        facts: Facts = msgspec.json.decode(await self._link.ask("explain", name=request_id))
         return facts
 
     # ---- admission --------------------------------------------------------------------------------------------------

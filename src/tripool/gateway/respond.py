@@ -267,7 +267,7 @@ class OpenAIFormatter:
     def _parser(self, index: int) -> OutputParser:
         parser = self._parsers.get(index)
         if parser is None:
-            parser = self._parsers[index] = OutputParser(calls=self._job.calls, thinks=self._job.thinks)
+            parser = self._parsers[index] = self._job.parser()
         return parser
 
     def _echo(self, index: int) -> str:

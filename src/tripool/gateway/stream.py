@@ -18,6 +18,7 @@ from tripool.core import TokenEvent
 from tripool.errors import SlowReader, TripoolError
 from tripool.gateway.backend import Backend, Facts
 from tripool.gateway.connection_limits import SLOW_READER, cut_off, cut_off_because
+from tripool.gateway.event_ids import EventIds
 from tripool.gateway.job import Job
 from tripool.gateway.record import Record, State
 from tripool.gateway.respond import Formatter
@@ -65,9 +66,12 @@ class AnswerResponse(Response):
         *,
         clock: Callable[[], float],
         check: SchemaCheck,
+        ids: EventIds | None = None,
+        finished: Callable[[str, Sequence[int]], object] | None = None,
         in_flight: Callable[[], AbstractContextManager[None]],
         on_end: Callable[[Record], object],
     ) -> None:
+        """`ids`: of the events of a stream; `finished` gets a request that is done, and the tokens of its choices."""
         # The base class's constructor would render a body, and there is none yet.
         self.background = None
         self._job, self._backend, self._formatter, self._record = job, backend, formatter, record
@@ -78,6 +82,7 @@ class AnswerResponse(Response):
         self._clock, self._patience = clock, SlowReaderLimit()
         self._scope: Scope = {}
         self._in_flight, self._on_end, self._check = in_flight, on_end, check
+        self._ids, self._finished = ids, finished or (lambda request_id, lengths: backend.cancel(request_id))
         self._checked: dict[str, Any] = {}
         self._places = {answer.request.id: (i, answer) for i, answer in enumerate(answers)}
         self._n = job.requests[0].params.n
@@ -125,7 +130,7 @@ class AnswerResponse(Response):
 
     async def _stream(self, send: Send) -> None:
         opened: set[int] = set()  # choices that have begun
-        chunk = self._formatter.chunk
+        started, ids, chunk = False, self._ids, self._formatter.chunk
         try:
             async with aclosing(self._backend.stream(*self._job.requests, watcher=self._tally)) as events:
                 async for event in events:
@@ -135,19 +140,24 @@ class AnswerResponse(Response):
                     index, delta = found
                     body = chunk(index, delta)
                     if index not in opened:
-                        if not opened:
-                            await self._start_stream(send)
                         opened.add(index)
                         body = self._formatter.opening(index, self._places[event.request_id][1]) + (body or b"")
+                    if ids is not None:
+                        body = ids.token(index, event.token_id, body)
+                    if not started and (body or ids is None):
+                        started = True
+                        await self._start_stream(send)
                     if body:
                         await self._send(send, body)
             await self._generated()
             last = self._formatter.closing(self._answers, self._facts())
             if not opened:  # cancelled by another request, before its first token
-                await self._start_stream(send)
                 last = self._formatter.opening(0, self._answers[0]) + last
+            last = last if ids is None else ids.closing(last)
+            if not started:
+                await self._start_stream(send)
         except TripoolError as error:
-            if not opened:
+            if not started:
                 raise
             self._end_record("failed", error.code)
             last = self._formatter.error(error)
@@ -176,7 +186,7 @@ class AnswerResponse(Response):
         self._record.token(event)
         if delta.finish_reason is not None and answer.done:
             self._record.placements[position] = self._backend.explain(event.request_id)
-            self._backend.cancel(event.request_id)
+            self._finished(event.request_id, answer.lengths)
         return position * self._n + delta.choice, delta
 
     def _explain_all(self) -> None:

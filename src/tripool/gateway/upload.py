@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -11,7 +13,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 
-from tripool.batch.types import MAX_FILE_BYTES, StorageFull
+from tripool.batch.types import MAX_FILE_BYTES, StorageFull, StoreFailed
 from tripool.errors import InvalidRequest
 from tripool.gateway.body import BodyCutOff, BodyTooLarge, BodyTooSlow
 
@@ -30,7 +32,7 @@ async def receive_file(http: HttpRequest, path: Path, *, max_bytes: int) -> tupl
     if kind != b"multipart/form-data" or not 0 < len(boundary) <= 200:
         hint = "send multipart/form-data with the fields 'file' and 'purpose'"
         raise InvalidRequest("the body is no upload", hint=hint, param="file")
-    with path.open("xb") as file:
+    with _stored(path) as file:
         form = _Form(file, boundary, min(max_bytes, MAX_FILE_BYTES), is_quota=max_bytes < MAX_FILE_BYTES)
         try:
             async with asyncio.timeout(_SPARE_S + MAX_FILE_BYTES / _LEAST_BYTES_PER_S):
@@ -43,6 +45,15 @@ async def receive_file(http: HttpRequest, path: Path, *, max_bytes: int) -> tupl
         except FormParserError as error:
             raise InvalidRequest(f"the upload cannot be read: {str(error)[:100]}", param="file") from error
     return form.end()
+
+
+@contextmanager
+def _stored(path: Path) -> Iterator[BinaryIO]:
+    try:
+        with path.open("xb") as file:
+            yield file
+    except OSError as error:
+        raise StoreFailed(f"the file cannot be stored: {error.strerror}", hint="see the server's log") from error
 
 
 class _Form:

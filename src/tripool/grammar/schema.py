@@ -44,6 +44,8 @@ def _prepared(schema: object, param: str, close: bool) -> object:
     for keyword, value in schema.items():
         if keyword in _DATA:
             copy[keyword] = value
+        elif value is None:
+            continue  # it says nothing: some clients send `"required": null`
         elif keyword in _NAMED and isinstance(value, dict):
             copy[keyword] = {name: _prepared(item, param, close) for name, item in value.items()}
         else:

@@ -34,7 +34,22 @@ from tripool.hosts.errors import HostError, JoinRefused
 from tripool.hosts.keys import HostKeys
 from tripool.hosts.leader import WAIT
 from tripool.hosts.models import code_identity, fetch_model, files_of, identity_of
-from tripool.hosts.wire import ANSWERS, MAX_LINKS, Answer, Host, Join, Joined, No, Ranks, TakeRanks, TryHost
+from tripool.hosts.wire import (
+    ANSWERS,
+    MAX_LINKS,
+    MAX_SERVING_BYTES,
+    Answer,
+    Data,
+    Host,
+    Join,
+    Joined,
+    JoinGateway,
+    No,
+    Ranks,
+    Serving,
+    TakeRanks,
+    TryHost,
+)
 
 ANSWER_S = 3.0
 REACH_S = 8.0
@@ -88,6 +103,28 @@ def join(
         raise HostError(f"the server stopped answering: {error}", hint=hint, step="join") from error
     finally:
         connection.close()
+
+
+def join_gateway(address: str, keys: HostKeys, report: Report) -> Serving:
+    """As a gateway: without weights, and nothing needs to reach this host."""
+    report("connect", f"to {address}")
+    connection = dial(address, keys)
+    try:
+        connection.timeout(ANSWER_S)
+        answer = _asked(connection, JoinGateway(tripool.__version__, code_identity()), "join")
+        if not isinstance(answer, Data) or answer.num_bytes > MAX_SERVING_BYTES:
+            raise JoinRefused("the server says what no server says", hint="is it of this version?", step="model")
+        connection.timeout(FETCH_S)
+        told = bytearray(answer.num_bytes)
+        connection.read_into(memoryview(told))
+        serving = msgspec.msgpack.decode(told, type=Serving)
+    except (OSError, msgspec.DecodeError) as error:
+        hint = "is the network between the two machines good? Run the same line again"
+        raise HostError(f"the server stopped answering: {error}", hint=hint, step="join") from error
+    finally:
+        connection.close()
+    report("model", ", ".join(model.name for model in serving.models))
+    return serving
 
 
 def _admitted(connection: Connection, request: Join, report: Report) -> Joined:

@@ -11,10 +11,25 @@ import msgspec
 
 import tripool
 from tripool.control.allocation import Place, Want, allocate
+from tripool.control.run_manifest import read_manifest
 from tripool.control.topology import Site, Topology
+from tripool.fabric.folder import is_marked_open
 from tripool.hosts.directory import read_own
 from tripool.hosts.models import code_identity, files_of, identity_of, read_part
-from tripool.hosts.wire import Host, Join, Joined, ModelFile, No, Ranks, ReadFile, TakeRanks, TransferName
+from tripool.hosts.wire import (
+    Host,
+    Join,
+    Joined,
+    JoinGateway,
+    ModelFile,
+    No,
+    Ranks,
+    ReadFile,
+    ServedText,
+    Serving,
+    TakeRanks,
+    TransferName,
+)
 from tripool.messages import Role
 
 _FILE = "join.json"
@@ -53,7 +68,7 @@ def write_models(folder: Path, models: tuple[SharedModel, ...]) -> None:
 class Leader:
     def __init__(self, folder: Path) -> None:
         models = msgspec.json.decode((folder / _FILE).read_bytes(), type=tuple[SharedModel, ...])
-        self._models = {model.name: model for model in models}
+        self._folder, self._models = folder, {model.name: model for model in models}
         self._files: dict[str, tuple[ModelFile, ...]] = {}
         self._code, own = code_identity(), read_own(folder)
         self._transfer: TransferName = "tcp" if own is None else own.transfer
@@ -61,12 +76,23 @@ class Leader:
         self._read_all = threading.Thread(target=self._read_models, daemon=True)
         self._read_all.start()
 
+    def _other_build(self, version: str, code: str) -> No | None:
+        if version == tripool.__version__ and code == self._code:
+            return None
+        theirs = "the same version with other code" if version == tripool.__version__ else f"version {version}"
+        hint = f"install the same build of tripool {tripool.__version__} there: answers depend on it"
+        return No("version", f"the worker has {theirs}, the server {tripool.__version__}", hint)
+
+    def serving(self, request: JoinGateway) -> bytes | No:
+        """What a gateway of another host needs to know."""
+        models = tuple(ServedText(model.name, model.text) for model in read_manifest(self._folder).models)
+        told = msgspec.msgpack.encode(Serving(models, is_marked_open(self._folder)))
+        return self._other_build(request.version, request.code) or told
+
     def join(self, request: Join, scarcer: Role) -> Joined | No:
-        if request.version != tripool.__version__ or request.code != self._code:
-            same = request.version == tripool.__version__
-            theirs = "the same version with other code" if same else f"version {request.version}"
-            hint = f"install the same build of tripool {tripool.__version__} there: answers depend on it"
-            return No("version", f"the worker has {theirs}, the server {tripool.__version__}", hint)
+        other = self._other_build(request.version, request.code)
+        if other is not None:
+            return other
         model = self._models.get(request.model or next(iter(self._models)))
         if model is None:
             hint = f"name one of {', '.join(self._models)}, or none: then it is the first"

@@ -13,10 +13,11 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 
-from tripool.fabric.folder import coordinator_address
+from tripool.fabric.folder import coordinator_address, gateways_address, socket_path
 from tripool.fabric.shared_memory import MappedArenas
 from tripool.hosts import wire
 from tripool.hosts.blocks import LocalBlocks
@@ -71,7 +72,8 @@ class HostServer:
         _start(fetcher.run)
         if self._own.join:
             _start(self._follow)
-            _start(self._relay_gateway)
+            for kind in get_args(wire.CoordinatorSocket):
+                _start(self._relay_coordinator, kind)
         if self._experts is not None:
             self._experts.start()
         while still_wanted():
@@ -163,8 +165,8 @@ class HostServer:
                 case wire.Meet(host):
                     met = host == self._own.name
                     connection.send(wire.Data() if met else wire.No("meet", "this is another host", "look again"))
-                case wire.ToGateway():
-                    self._to_gateway(connection)
+                case wire.ToCoordinator(kind):
+                    self._to_coordinator(connection, kind)
                     return
                 case wire.OpenExchange() if self._experts is not None:
                     self._experts.serve(connection, request)
@@ -184,6 +186,12 @@ class HostServer:
                 missing = self._leader.missing(self._own.host, self._hosts.others())
                 scarcer = missing or self._hosts.scarcer()
             connection.send(self._leader.join(request, scarcer))
+        elif isinstance(request, wire.JoinGateway):
+            told = self._leader.serving(request)
+            if isinstance(told, wire.No):
+                connection.send(told)
+            else:
+                bulk.send(Traffic.SERVICE, wire.Data(len(told)), [memoryview(told)], _REPLY_S)
         elif isinstance(request, wire.TakeRanks):
             with self._lock:
                 given = self._leader.take_ranks(request, self._own.host, self._hosts.others())
@@ -215,12 +223,12 @@ class HostServer:
             return wire.No(error.step, error.message[:1024], error.hint[:1024])
         return wire.Data()
 
-    def _to_gateway(self, connection: Connection) -> None:
-        """The gateway may be starting again: its clients try until it is there."""
+    def _to_coordinator(self, connection: Connection, kind: wire.CoordinatorSocket) -> None:
+        """It may be starting again: its clients try until it is there."""
         local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             local.settimeout(_REPLY_S)
-            local.connect(coordinator_address(self._folder).removeprefix("ipc://"))
+            local.connect(_path(self._folder, kind))
         except OSError:
             local.close()
             return
@@ -229,9 +237,9 @@ class HostServer:
 
     # ---- a host that joined -----------------------------------------------------------------------------------------
 
-    def _relay_gateway(self) -> None:
-        """Workers of this host find the gateway in their run folder, as on the server's own host."""
-        path = coordinator_address(self._folder).removeprefix("ipc://")
+    def _relay_coordinator(self, kind: wire.CoordinatorSocket) -> None:
+        """Workers and gateways of this host find the coordinator in their run folder, as on the server's own host."""
+        path = _path(self._folder, kind)
         Path(path).unlink(missing_ok=True)
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind(path)
@@ -242,21 +250,21 @@ class HostServer:
                 except OSError:  # it has gone already, or there are no more file descriptors
                     time.sleep(_LOOK_S)
                     continue
-                _start(self._to_leader, local)
+                _start(self._to_leader, local, kind)
 
-    def _to_leader(self, local: socket.socket) -> None:
+    def _to_leader(self, local: socket.socket, kind: wire.CoordinatorSocket) -> None:
         try:
             connection = dial(self._own.join, self._own.keys)
         except HostError:
-            time.sleep(_LOOK_S)  # a worker tries again at once
+            time.sleep(_LOOK_S)  # who connected tries again at once
             local.close()
             return
         try:
-            connection.send(wire.ToGateway())
+            connection.send(wire.ToCoordinator(kind))
             if isinstance(connection.receive(wire.ANSWERS), wire.Data):
                 relay(local, connection)
         except (OSError, msgspec.DecodeError):
-            time.sleep(_LOOK_S)  # the gateway is not there
+            time.sleep(_LOOK_S)  # the coordinator is not there
         finally:
             local.close()
             connection.close()
@@ -289,6 +297,10 @@ class HostServer:
                     trouble = said
                     _LOG.warning("server lost", extra={"reason": said})
                 time.sleep(PRESENT_S)
+
+
+def _path(folder: Path, kind: wire.CoordinatorSocket) -> str:
+    return socket_path(coordinator_address(folder) if kind == "workers" else gateways_address(folder))
 
 
 def _seen_from_here(directory: wire.Directory, join: str, met: str) -> wire.Directory:

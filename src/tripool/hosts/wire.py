@@ -4,7 +4,8 @@
 |---|---|
 | Join | Joined, or No: may this worker come, and what does it need to know? |
 | ReadFile | Data and that many bytes: a part of a checkpoint |
-| ToGateway | Data, then bytes in both directions: a worker's connection to the gateway |
+| JoinGateway | Data and that many bytes, or No: what a gateway of another host needs to know (`Serving`) |
+| ToCoordinator | Data, then bytes in both directions: a connection of a worker or of a gateway to the coordinator |
 | AskMember | Reply: what a cache member answers to a question about itself |
 | ReadSlots | Data and the slots' bytes: KV, from the sender's arena |
 | FindBlocks | FoundBlocks and their bytes: a cached prefix |
@@ -26,10 +27,13 @@ from tripool.cache.records import Block
 from tripool.cache.wire import MAX_KEYS, Key, Keys
 from tripool.control.topology import Machine
 from tripool.messages import Checksum, FileName, Name, Natural, Positive, Role, Small
+from tripool.text.files import TextFiles
 
 Text = Annotated[str, msgspec.Meta(max_length=1024)]
 Address = Annotated[str, msgspec.Meta(max_length=256)]
 TransferName = Literal["tcp", "mooncake"]
+CoordinatorSocket = Literal["workers", "gateways"]
+"""Where the coordinator of a run listens for which."""
 _FEW = msgspec.Meta(max_length=MAX_KEYS)
 _HOSTS = msgspec.Meta(max_length=1024)
 MAX_LINKS = 8
@@ -84,8 +88,13 @@ class ReadFile(_Message, frozen=True):
     num_bytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_PART_BYTES)]
 
 
-class ToGateway(_Message, frozen=True):
-    pass
+class JoinGateway(_Message, frozen=True):
+    version: Text
+    code: Text
+
+
+class ToCoordinator(_Message, frozen=True):
+    socket: CoordinatorSocket = "workers"
 
 
 class AskMember(_Message, frozen=True):
@@ -137,6 +146,23 @@ class OpenExchange(_Message, frozen=True):
     instance: Name
     host: Name
     """The client's."""
+
+
+MAX_SERVING_BYTES = 2**28
+
+
+class Serving(msgspec.Struct, frozen=True):
+    """What a gateway needs to know of its server, beside what the coordinator says."""
+
+    models: tuple[ServedText, ...]
+    """The first is the default."""
+    is_open: bool
+    """Whether no API key is asked for."""
+
+
+class ServedText(msgspec.Struct, frozen=True):
+    name: str
+    text: TextFiles
 
 
 # ---- answers -----------------------------------------------------------------------------------------------------
@@ -199,8 +225,8 @@ class Ranks(_Message, frozen=True):
 
 
 Request = (
-    Join | ReadFile | ToGateway | AskMember | ReadSlots | FindBlocks | StoreBlocks | Present | TryHost | Meet
-    | TakeRanks | OpenExchange
+    Join | JoinGateway | ReadFile | ToCoordinator | AskMember | ReadSlots | FindBlocks | StoreBlocks | Present | TryHost
+    | Meet | TakeRanks | OpenExchange
 )  # fmt: skip
 Answer = No | Data | Joined | FoundBlocks | Taken | Reply | Directory | Ranks
 REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)

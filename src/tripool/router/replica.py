@@ -8,6 +8,9 @@ A gateway holds each of its open requests with the tokens that its client has, a
 | `Level` of a tenant's rate limit | a takeover would fill every bucket |
 | `Given` to a tenant by the fair queue | a flooding tenant would start level with the others |
 | `Trouble` of one request: workers lost with it and crashed by it | a request that crashes workers would get new ones |
+| `KeptState` of an answer under an idempotency key (`kept_log.py`) | it would be computed, and charged, again |
+| `Count`: usage that no gateway has logged yet | it would be logged never, or twice |
+| whether the server is draining | a takeover would end that |
 
 A record holds the newest values, so that any number of them adds up to the last one of each kind.
 """
@@ -17,6 +20,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
+
+from tripool.router.kept_log import KeptReplica
+from tripool.router.kept_types import Count, KeptState, Name
 
 _MAX_TROUBLES = 10_000
 
@@ -57,18 +63,33 @@ class Record:
     levels: tuple[Level, ...] = ()
     given: tuple[Given, ...] = ()
     troubles: tuple[Trouble, ...] = ()
+    kept: tuple[KeptState, ...] = ()
+    removed: tuple[Name, ...] = ()
+    """Kept answers that are forgotten."""
+    counts: tuple[Count, ...] = ()
+    counted: tuple[str, ...] = ()
+    """Those that a gateway has logged."""
+    draining: bool | None = None
+    """None: as before."""
 
     def __bool__(self) -> bool:
-        return bool(self.levels or self.given or self.troubles)
+        lists = (self.levels, self.given, self.troubles, self.kept, self.removed, self.counts, self.counted)
+        return any(lists) or self.draining is not None
 
 
 class Replica:
     """The sum of all records."""
 
     def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """The next record holds everything."""
         self._levels: dict[tuple[str, str], Level] = {}
         self._given: dict[tuple[str, str], Given] = {}
         self._troubles: OrderedDict[str, Trouble] = OrderedDict()
+        self._kept, self._counts = KeptReplica(), dict[str, Count]()
+        self._draining: bool | None = None
 
     def apply(self, record: Record) -> None:
         self._levels |= {(level.tenant, level.limit): level for level in record.levels}
@@ -78,11 +99,19 @@ class Replica:
             self._troubles.move_to_end(trouble.request_id)
         while len(self._troubles) > _MAX_TROUBLES:
             self._troubles.popitem(last=False)
+        self._kept.apply(record.kept, record.removed)
+        self._counts |= {count.id: count for count in record.counts}
+        for count_id in record.counted:
+            self._counts.pop(count_id, None)
+        self._draining = self._draining if record.draining is None else record.draining
 
     @property
     def state(self) -> Record:
         """As one record."""
-        return Record(tuple(self._levels.values()), tuple(self._given.values()), tuple(self._troubles.values()))
+        return Record(
+            tuple(self._levels.values()), tuple(self._given.values()), tuple(self._troubles.values()),
+            self._kept.states, counts=tuple(self._counts.values()), draining=self._draining,
+        )  # fmt: skip
 
     def given_by(self, model: str) -> Iterable[Given]:
         return (given for given in self._given.values() if given.model == model)

@@ -21,12 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tripool.errors import TripoolError
+from tripool.fabric.folder import is_marked_open, unmark_open
 from tripool.gateway.auth import Access
 from tripool.tenants.key_store import KeyStore, KeyStoreError, KeyStoreMissing, default_path
 from tripool.tenants.key_watcher import KeyWatcher
 from tripool.tenants.usage_log import UsageLog
-
-_OPEN_MARK = "open"
 
 
 class OpenToAll(TripoolError, code="open_to_all"):
@@ -58,9 +57,7 @@ class AccessConfig:
         hint = (
             f"make a key with `tripool keys add NAME --keys {self.path}`, or say --open if all who reach it may use it"
         )
-        host: str = listener.getsockname()[0]
-        if not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
-            raise OpenToAll(f"other machines reach {host}, and there are no API keys", hint=hint)
+        check_loopback(listener, hint)
         if self.keys is not None and missing:
             raise OpenToAll(f"there is no key store {self.path}, so there are no API keys", hint=hint)
         return True
@@ -70,19 +67,20 @@ class AccessConfig:
         return Access(KeyWatcher(self.path, may_be_open=self.starts_open(listener)), UsageLog(self.path))
 
 
-def mark_open(folder: Path) -> None:
-    """For the gateways of a run that starts open."""
-    (folder / _OPEN_MARK).touch(0o600)
+def check_loopback(listener: socket.socket, hint: str) -> None:
+    """Of a server without keys. Raises OpenToAll."""
+    host: str = listener.getsockname()[0]
+    if not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
+        raise OpenToAll(f"other machines reach {host}, and there are no API keys", hint=hint)
 
 
 def gateway_access(folder: Path, path: Path) -> Access:
     """For a gateway process, the first of its run or a later one."""
-    mark = folder / _OPEN_MARK
 
     def on_keyed() -> None:
         try:
-            mark.unlink(missing_ok=True)
+            unmark_open(folder)
         except OSError as error:
-            raise KeyStoreError(f"{mark} cannot be removed: {error.strerror}", hint="restart the server") from error
+            raise KeyStoreError(f"{folder} cannot be changed: {error.strerror}", hint="restart the server") from error
 
-    return Access(KeyWatcher(path, may_be_open=mark.exists(), on_keyed=on_keyed), UsageLog(path))
+    return Access(KeyWatcher(path, may_be_open=is_marked_open(folder), on_keyed=on_keyed), UsageLog(path))

@@ -36,12 +36,11 @@ from tripool.gateway.grpc.port import reserved
 from tripool.gateway.model_manager import ManagedBackend, ModelManager
 from tripool.gateway.models import Models, Served, check_names
 from tripool.gateway.server import Server, listen
-from tripool.gateway.versions import VersionedModel
 from tripool.router.admission_types import Capacity
 from tripool.router.rate_limiter import RateLimiter
 from tripool.serving.access import AccessConfig
 from tripool.serving.server import BuiltServer
-from tripool.serving.versions import RegistrySource
+from tripool.serving.versions import RegistrySource, add_versions
 from tripool.serving.weight_cache import WeightCacheConfig
 from tripool.tenants import Tenant
 from tripool.text import Tokenizer
@@ -324,11 +323,6 @@ def _describe(model: str, config: EngineConfig) -> _Description:
         return _Description(checkpoint.name, checkpoint.text, arch.context_tokens, num_bytes)
 
 
-def _numbered(name: str, models: Models) -> dict[int, Served]:
-    parts = [(one.name.rpartition("@"), one) for one in models]
-    return {int(number): one for (base, _, number), one in parts if base == name and number.isdecimal()}
-
-
 def _managed_server(
     known: dict[str, tuple[_Description, str]],
     budget: int | None,
@@ -377,10 +371,7 @@ def _managed_server(
     following: list[asyncio.Task[None]] = []  # a task without a reference may be collected
     for label, found in versioned.items():
         source = RegistrySource(found, lambda model: (_describe(model, config), model), serve_version)
-        number = int(label.rpartition("@")[2])
-        versions = VersionedModel(found.name, models.find(label), number, source, manager)
-        versions.known |= _numbered(found.name, models)  # others may have been named at the start
-        models.add_versions(versions)
+        add_versions(models, label, source, manager)
 
     def on_ready() -> None:
         for name in others:

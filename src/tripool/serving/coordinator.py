@@ -6,6 +6,8 @@ The first of a run leads, another one is its standby (`coordinator/standby.py`).
 |---|---|
 | sends SIGTERM | ends |
 | is gone | ends once no gateway is connected any more |
+
+It ends, too, when the run folder says that another coordinator leads.
 """
 
 from __future__ import annotations
@@ -111,6 +113,7 @@ class CoordinatorProcess:
             addresses=[coordinator_address(self._folder)],
             epoch=epoch,
             suspect=self._supervisor_channel.send,
+            may_decide=lambda: self._leads(epoch),
         )
         self._pools.restore(replica)
         self._gateways = Gateways(self._pools, gateways_address(self._folder), on_change=self._consider_leaving)
@@ -119,6 +122,14 @@ class CoordinatorProcess:
         _LOG.info("leading", extra={"epoch": epoch})
         if self._supervisor_channel.ended:
             asyncio.get_running_loop().call_later(_ORPHAN_S, self._consider_leaving)
+
+    def _leads(self, epoch: int) -> bool:
+        if self._lock.epoch == epoch:
+            return True
+        if self._stopped is not None and not self._stopped.is_set():
+            _LOG.error("another coordinator leads", extra={"epoch": epoch, "their_epoch": self._lock.epoch})
+            self._stopped.set()
+        return False
 
     def _say_ready(self, loop: asyncio.AbstractEventLoop) -> None:
         if not self._supervisor_channel.ended:

@@ -68,7 +68,7 @@ class SharedHost:
     """The server's own host, as build_split needs it."""
 
     def __init__(self, config: ListenConfig, stack: ExitStack) -> None:
-        self.name = _host_name()
+        self.name = host_name()
         self.keys = HostKeys(check_token(config.token) if config.token else new_token(), config.trusted)
         self._transfer, self._second_copy = _checked(config.transfer, config.trusted), config.second_copy
         self.listener = stack.enter_context(listen_for_hosts(config.address))
@@ -103,10 +103,10 @@ class SharedHost:
             second_copy=self._second_copy, machine=read_machine(), ranks=ranks,
         ).write(folder.path)  # fmt: skip
         write_models(folder.path, tuple(models))
-        return _spec(folder, self.listener, options)
+        return host_server_spec(folder, self.listener, options)
 
 
-def _spec(folder: RunFolder, listener: socket.socket, options: Sequence[str]) -> Spec:
+def host_server_spec(folder: RunFolder, listener: socket.socket, options: Sequence[str]) -> Spec:
     fd = listener.fileno()
     argv = (HOST_SERVER, "--folder", str(folder.path), "--listen-fd", str(fd), *options)
     return Spec(HOST_SERVER, argv, (fd, folder.lock))
@@ -120,7 +120,7 @@ def _checked(transfer: TransferName, trusted: bool) -> TransferName:
     return transfer
 
 
-def _host_name() -> str:
+def host_name() -> str:
     """Unlike every other: names of workers and cache members come from it, and their epochs begin anew with it."""
     return secrets.token_hex(4)
 
@@ -197,7 +197,7 @@ def build_host(config: HostConfig, report: Report, *, child_options: Sequence[st
     parse_address(config.join)
     with ExitStack() as stack:
         opened: list[tuple[socket.socket, str, JoinedCache]] = []
-        name = _host_name()
+        name = host_name()
 
         def prepare(joined: Joined) -> None:
             _check_options(joined)
@@ -242,7 +242,7 @@ def build_host(config: HostConfig, report: Report, *, child_options: Sequence[st
         argv = ["worker", found.model_path, "--role", joined.role, "--join", coordinator_address(folder.path)]
         argv += [*joined.options, "--threads", str(threads), *options]
         argv += ["--reserve", config.reserve] if config.reserve else []
-        specs = [_spec(folder, listener, options)]
+        specs = [host_server_spec(folder, listener, options)]
         for rank, place in zip(ranks, places, strict=True):
             part = rank_argv(f"{worker}-r{rank}", given.instance, rank) if given.ranks else ("--name", worker)
             has_kv = not given.ranks or rank < given.attention_ranks

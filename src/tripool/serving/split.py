@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tripool.batch import BatchStore
 from tripool.config import EngineConfig, GatewayConfig, PoolSize
 from tripool.control.allocation import Want, allocate, cpus_of
 from tripool.control.instance import Instance
@@ -21,13 +22,13 @@ from tripool.control.run_manifest import RunManifest, ServedModel
 from tripool.control.supervisor import COORDINATOR, GATEWAY, STANDBY, Supervisor
 from tripool.control.topology import Site, Topology
 from tripool.errors import InvalidRequest
-from tripool.fabric.folder import RunFolder, coordinator_address
+from tripool.fabric.folder import RunFolder, coordinator_address, mark_open
 from tripool.gateway.grpc.port import reserved
 from tripool.gateway.models import check_names
 from tripool.gateway.server import listen
 from tripool.hosts.leader import SharedModel, SpreadInstance
 from tripool.observe.topology import read_machine
-from tripool.serving.access import AccessConfig, mark_open
+from tripool.serving.access import AccessConfig
 from tripool.serving.disk import Disk, disk_argv, disk_of, fingerprint, member_spec, reach_store, store_argv
 from tripool.serving.hosts import ListenConfig, SharedHost, engine_argv, kv_argv, rank_argv
 from tripool.serving.ranks import create_prompts, prompt_layout, rank_layout
@@ -59,6 +60,8 @@ class SplitConfig:
     def want(self, name: str, role: str, size: PoolSize, cores: int = 1) -> Want:
         return Want(name, role, size.all_ranks, cores, self.hosts)
 
+    gateways: int = 1
+    """Processes that serve HTTP on one port."""
     standby: bool = True
     """Whether a second coordinator follows the first one."""
 
@@ -115,15 +118,13 @@ def build_split(
         hint = "a pool of none needs workers of other machines: --listen"
         raise InvalidRequest("a server needs a prefill and a decode worker", hint=hint, param="pools")
     _check_hosts(pools, hosts)
-    from tripool.checkpoints import pinned  # here: torch takes seconds to import
-
-    models = [pinned(one) for one in models]  # a worker that starts later opens the version that the gateway serves
+    followed = _followed(models)
     with ExitStack() as stack:
         shared = SharedHost(hosts, stack) if hosts is not None else None
         listener = stack.enter_context(listen(gateway.host, gateway.port))
         grpc_address = stack.enter_context(reserved(gateway.host, gateway.grpc_port))
         is_open = access.starts_open(listener)
-        plans = _plan(models, engine, pools)
+        plans = _plan(followed, engine, pools)
         folder = RunFolder()
         stack.callback(folder.remove)
         threads = engine.threads or _threads_per_worker(len(plans) * pools.num_workers)
@@ -144,7 +145,11 @@ def build_split(
         coordinator = ("coordinator", "--folder", str(folder.path), *options)
         names = (COORDINATOR, f"{COORDINATOR}-1")[: 1 + pools.standby]
         specs = [Spec(name, (*coordinator, "--name", name), (folder.lock,)) for name in names]
-        specs += [_gateway_spec(listener, access.path, folder, (*_gateway_options(gateway, grpc_address), *options))]
+        batches = BatchStore(Path(gateway.batch_dir)) if gateway.batch_dir else None
+        if batches is not None:
+            stack.callback(batches.close)
+        shown = (*_gateway_options(gateway, pools.gateways, grpc_address), *options)
+        specs += _gateway_specs(listener, access.path, folder, pools.gateways, batches, shown)
         argv = (*engine_argv(engine), "--threads", str(threads), *options)
         cpus = {(place.want, place.rank): cpus_of(place, topology) for place in placement.places}
         specs += [spec for plan in plans for spec in _worker_specs(plan, engine, pools, folder, argv, cpus)]
@@ -199,17 +204,28 @@ def _check_hosts(pools: SplitConfig, hosts: ListenConfig | None) -> None:
         raise InvalidRequest(f"nothing to spread over {pools.hosts} hosts", hint=hint, param="hosts")
 
 
-def _plan(models: Sequence[str], config: EngineConfig, pools: SplitConfig) -> list[_ModelPlan]:
+def _followed(models: Sequence[str]) -> list[tuple[str, str]]:
+    """Each with its version: a worker that starts later opens the one that the gateway serves. And the name whose
+    published version it is, if that is what was given."""
+    from tripool.checkpoints import registered  # here: torch takes seconds to import
+
+    found = [(model, registered(model)) for model in models]
+    return [
+        (model, "") if one is None else (one.pinned, "" if one.number is not None else model) for model, one in found
+    ]
+
+
+def _plan(models: Sequence[tuple[str, str]], config: EngineConfig, pools: SplitConfig) -> list[_ModelPlan]:
     """An unknown model, or two of one name, is an error before any process is started."""
     plans = []
-    for number, model in enumerate(models):
+    for number, (model, follows) in enumerate(models):
         first = number * _CACHE_MEMBERS
         members = tuple(f"cache-{i}" for i in range(first, first + _CACHE_MEMBERS)) if pools.cache_gb else ()
         disk = None
         if pools.disk_gb and members:
             disk = disk_of(pools.disk_gb, pools.disk_dir, fingerprint(model, config))
         name, text, checkpoint = _text_of(model)
-        plans.append(_ModelPlan(number, model, ServedModel(name, text, members), disk, checkpoint))
+        plans.append(_ModelPlan(number, model, ServedModel(name, text, members, follows), disk, checkpoint))
     check_names([plan.served.name for plan in plans])
     return plans
 
@@ -236,15 +252,24 @@ def _text_of(model: str) -> tuple[str, TextFiles, Path | None]:
         return checkpoint.name, checkpoint.text, checkpoint.path
 
 
-def _gateway_spec(listener: socket.socket, keys: Path, folder: RunFolder, options: tuple[str, ...]) -> Spec:
+def _gateway_specs(
+    listener: socket.socket, keys: Path, folder: RunFolder, count: int, batches: BatchStore | None,
+    options: tuple[str, ...],
+) -> Iterator[Spec]:  # fmt: skip
+    """All accept connections from one listening socket, which is the supervisor's: what has not been accepted when a
+    gateway dies waits for the others, or for the next one."""
     fd = listener.fileno()
+    locks = (batches.locked,) if batches is not None else ()
     argv = ("gateway", "--folder", str(folder.path), "--http-fd", str(fd), "--keys", str(keys.absolute()))
-    return Spec(GATEWAY, (*argv, *options), (fd, folder.lock))
+    options = (*options, *(word for lock in locks for word in ("--batch-lock", str(lock))))
+    for number in range(count):
+        name = f"{GATEWAY}-{number}" if number else GATEWAY
+        yield Spec(name, (*argv, "--name", name, *options), (fd, folder.lock, *locks))
 
 
-def _gateway_options(gateway: GatewayConfig, grpc_address: str | None) -> Iterator[str]:
+def _gateway_options(gateway: GatewayConfig, count: int, grpc_address: str | None) -> Iterator[str]:
     if gateway.response_store_bytes is not None:
-        yield from ("--response-store-bytes", str(gateway.response_store_bytes))
+        yield from ("--response-store-bytes", str(gateway.response_store_bytes // count))
     yield from ("--batch-dir", gateway.batch_dir)
     for origin in gateway.cors_origins:
         yield from ("--cors-origin", origin)

@@ -63,7 +63,7 @@ class ServingFleet:
         self.memory = Memory()
         self.places = {name: Place(name, spec) for name, spec in scenario.workers.items()}
         self.network, self.hosts = network, network.hosts
-        network.to_gateway, network.knows = self._reach_gateway, self.trusts
+        network.ends[0].to_gateway, network.ends[0].knows = self._reach_gateway, self.trusts
         self.members = [self._new_member(name) for name in member_names(scenario.num_members)]
         self.baton = Baton(timeline, rng, step)
         self._reaped: list[WorkerId] = []
@@ -267,7 +267,7 @@ class WorkerRun:
     def __init__(self, fleet: ServingFleet, worker_id: WorkerId, spec: WorkerSpec, ended: Callable[[], None]) -> None:
         timeline, memory = fleet.timeline, fleet.memory
         self.worker_id, self.slowness = worker_id, 1.0
-        self.process = fleet.baton.start(lambda process: self._worker.run(), ended)
+        self.process = fleet.baton.start(lambda process: self.worker.run(), ended)
         config, token_s = spec.config, spec.token_s
         self.engine = PagedFake(
             fleet.text, name=MODEL, context_tokens=spec.context_tokens, num_blocks=config.num_blocks,
@@ -286,16 +286,16 @@ class WorkerRun:
         limits = (kv_tokens, self.engine.max_running, self.engine.context_tokens, self.engine.vocab)
         hello = Hello(PROTOCOL, spec.role, worker_id, 1, MODEL, *limits)
         transport = SimTransport(fleet.network, timeline, worker_id, self.process)
-        self._worker = Worker(self.engine, hello, transport, kv_transfer, pool, clock=timeline.clock)
+        self.worker = Worker(self.engine, hello, transport, kv_transfer, pool, clock=timeline.clock)
         self.slots = kv_transfer.slots
 
     @property
     def blocks_held(self) -> int:
-        return self._worker.role.heartbeat().blocks_held
+        return self.worker.role.heartbeat().blocks_held
 
     @property
     def holds_nothing(self) -> bool:
-        role = self._worker.role
+        role = self.worker.role
         return self.process.doing == "poll" and not (role.busy or role.moving or self.blocks_held)
 
     def count(self, seen: Counter[str]) -> None:
@@ -307,10 +307,10 @@ class WorkerRun:
             return
         scheduler = self.engine.scheduler
         scheduler.check()
-        if isinstance(self._worker.kv, KvSender):
-            self._worker.kv.check()
+        if isinstance(self.worker.kv, KvSender):
+            self.worker.kv.check()
         held = [*scheduler.holders(), *scheduler.prefill.waiting, *scheduler.arriving, *scheduler.detached]
-        placed = self._worker.role.placed
+        placed = self.worker.role.placed
         assert {seq.request.id for seq in held} == placed, "a worker and its engine disagree on what is there"
 
     def kill(self) -> None:

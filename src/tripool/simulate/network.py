@@ -3,7 +3,10 @@
 Between hosts they are as slow, or as cut off, as the path between the two is (`simulate/hosts.py`).
 
 A worker has a channel of its own for every session. What was sent by an earlier one is dropped: the gateway answers by
-the channel of the last Hello, and ignores what comes by others, as `gateway/pools.py` does.
+the channel of the last Hello, and ignores what comes by others, as `coordinator/pools.py` does.
+
+There may be several ends (`End`) at the gateway's side, of coordinators of which one shall lead: a channel leads to the
+one that listened when it was made.
 """
 
 from __future__ import annotations
@@ -26,8 +29,20 @@ _TURN_S = 0.001
 _NO_HEARTBEAT_S = 0.05
 """Between two looks for a heartbeat to send."""
 
-_Sent = tuple[WorkerId, str, AnyMessage]
-"""Sender, identity of its channel, message."""
+_Sent = tuple[WorkerId, str, AnyMessage, int]
+"""Sender, identity of its channel, message, and the number of the end it goes to."""
+
+
+@dataclass(slots=True)
+class End:
+    """Where workers' messages come to."""
+
+    to_gateway: Callable[[WorkerId, AnyMessage], None] = lambda worker_id, message: None
+    """Takes what arrives there."""
+    knows: Callable[[WorkerId], bool] = lambda worker_id: False
+    """Whether the gateway counts on a worker."""
+    sessions: dict[WorkerId, str] = field(default_factory=dict)
+    """The channel by which each worker said Hello last."""
 
 
 @dataclass(slots=True)
@@ -46,29 +61,25 @@ class _Link:
 
 
 class Network:
-    to_gateway: Callable[[WorkerId, AnyMessage], None]
-    """Takes what arrives there."""
-    knows: Callable[[WorkerId], bool]
-    """Whether the gateway counts on a worker."""
-
     def __init__(self, timeline: Timeline, rng: Rng, workers: Iterable[str], hosts: Hosts | None = None) -> None:
         self._timeline, self._rng = timeline, rng
         self.hosts = hosts or Hosts()
         self._links = {worker: _Link() for worker in workers}
-        self._sessions: dict[WorkerId, str] = {}
-        """The gateway's end: the channel by which each worker said Hello last."""
+        self.ends = [End()]
+        self.pick_end: Callable[[], int | None] = lambda: 0
+        """To which of them a new channel leads; None: none listens, and it connects later."""
         self.seen: Counter[str] = Counter()
 
     def is_up(self, worker: str) -> bool:
         return self._links[worker].up
 
-    def send_to_worker(self, worker_id: WorkerId, message: ToWorker) -> None:
-        link, session = self._links[worker_id.name], self._sessions.get(worker_id)
+    def send_to_worker(self, worker_id: WorkerId, message: ToWorker, end: int = 0) -> None:
+        link, session = self._links[worker_id.name], self.ends[end].sessions.get(worker_id)
         if link.up and session is not None:
             path = GATEWAY_HOST, self.hosts.of(worker_id.name)
             latency_s = self._rng.uniform(*_LATENCY_S) + self.hosts.delay_s(*path)
             link.to_worker_s = max(link.to_worker_s, self._timeline.now_s + latency_s)
-            reach = (self._reach_worker, worker_id, session, link.break_count, message)
+            reach = (self._reach_worker, worker_id, session, link.break_count, message, end)
             self._timeline.call_at(link.to_worker_s, self.hosts.carry, *path, *reach)
 
     def connect(self, channel: SimChannel) -> None:
@@ -80,12 +91,26 @@ class Network:
         if channel is not None:
             channel.break_off()
 
-    def send_to_gateway(self, worker_id: WorkerId, session: str, message: AnyMessage) -> None:
+    def end_of(self, worker: str) -> int | None:
+        """To which end its channel leads."""
+        channel = self._links[worker].channel
+        return channel.connected() if channel is not None else None
+
+    def end_closed(self, end: int) -> None:
+        """Its process has died: all that lead there notice."""
+        self.ends[end].sessions.clear()
+        for link in self._links.values():
+            if link.channel is not None and link.channel.end == end:
+                link.channel.break_off()
+
+    def send_to_gateway(self, worker_id: WorkerId, session: str, message: AnyMessage, end: int | None = 0) -> None:
         link = self._links[worker_id.name]
+        if end is None:
+            return
         if link.up:
-            self._post(link, (worker_id, session, message))
+            self._post(link, (worker_id, session, message, end))
         elif link.keeps:
-            link.kept.append((worker_id, session, message))
+            link.kept.append((worker_id, session, message, end))
 
     def break_link(self, worker: str, *, keeps: bool) -> None:
         link = self._links[worker]
@@ -106,7 +131,7 @@ class Network:
 
     def forget_sessions(self) -> None:
         """The gateway died."""
-        self._sessions.clear()
+        self.ends[0].sessions.clear()
 
     def _post(self, link: _Link, sent: _Sent) -> None:
         path = self.hosts.of(sent[0].name), GATEWAY_HOST
@@ -115,29 +140,32 @@ class Network:
         reach = (self._reach_gateway, link, link.break_count, sent)
         self._timeline.call_at(link.to_gateway_s, self.hosts.carry, *path, *reach)
 
-    def _reach_worker(self, worker_id: WorkerId, session: str, break_count: int, message: ToWorker) -> None:
+    def _reach_worker(self, worker_id: WorkerId, session: str, break_count: int, message: ToWorker, end: int) -> None:
         link = self._links[worker_id.name]
-        if break_count == link.break_count and link.channel is not None and link.channel.identity == session:
+        if break_count != link.break_count or link.channel is None:
+            return
+        if link.channel.identity == session and link.channel.end == end:
             self._timeline.note(f"{type(message).__name__} reaches {worker_id}")
             link.channel.arrive(message)
 
     def _reach_gateway(self, link: _Link, break_count: int, sent: _Sent) -> None:
         if break_count != link.break_count:
             return
-        worker_id, session, message = sent
+        worker_id, session, message, number = sent
+        end = self.ends[number]
         if isinstance(message, Hello):
-            if self._sessions.get(worker_id) == session and self.knows(worker_id):
+            if end.sessions.get(worker_id) == session and end.knows(worker_id):
                 return  # said again before the Welcome came
-            self._sessions[worker_id] = session
+            end.sessions[worker_id] = session
         elif isinstance(message, Heartbeat):
-            if worker_id not in self._sessions:
+            if worker_id not in end.sessions:
                 return
-        elif self._sessions.get(worker_id) != session:
+        elif end.sessions.get(worker_id) != session:
             self.seen["messages of an earlier session"] += 1
             return
-        self.to_gateway(worker_id, message)
+        end.to_gateway(worker_id, message)
         if isinstance(message, Left):
-            del self._sessions[worker_id]
+            del end.sessions[worker_id]
 
 
 class SimTransport:
@@ -164,13 +192,18 @@ class SimChannel:
     def __init__(
         self, network: Network, timeline: Timeline, worker_id: WorkerId, process: Process, identity: str
     ) -> None:
-        self.worker_id, self.identity = worker_id, identity
+        self.worker_id, self.identity, self.end = worker_id, identity, network.pick_end()
         self.broken = False
         self._network, self._timeline, self._process = network, timeline, process
         self._arrived: deque[ToWorker] = deque()
 
     def send(self, message: AnyMessage) -> None:
-        self._network.send_to_gateway(self.worker_id, self.identity, message)
+        self._network.send_to_gateway(self.worker_id, self.identity, message, self.connected())
+
+    def connected(self) -> int | None:
+        if self.end is None:
+            self.end = self._network.pick_end()
+        return self.end
 
     def wait(self, timeout_s: float) -> None:
         now_s = self._timeline.now_s
@@ -208,6 +241,9 @@ class SimHeartbeats:
         self._identity, self._ended = identity, False
         timeline.call_at(timeline.now_s, self._beat)
 
+    def reconnect(self) -> None:
+        """They follow the channel."""
+
     def stop(self) -> None:
         self._ended = True
 
@@ -215,6 +251,7 @@ class SimHeartbeats:
         if self._ended or self._process.dead:
             return
         if self.latest is not None and not self._process.stopped:
-            self._network.send_to_gateway(self._worker_id, self._identity, self.latest)
+            end = self._network.end_of(self._worker_id.name)
+            self._network.send_to_gateway(self._worker_id, self._identity, self.latest, end)
         pause_s = self.every_s / 2 if self.latest is not None else _NO_HEARTBEAT_S
         self._timeline.call_at(self._timeline.now_s + pause_s, self._beat)

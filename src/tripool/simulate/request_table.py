@@ -55,7 +55,7 @@ class Open:
                 return HeldChoice(())
             last, tokens = events[-1], tuple(event.token_id for event in events)
             drafts = (last.num_draft_tokens, last.num_accepted_draft_tokens)
-            return HeldChoice(tokens, last.finish_reason is not None, *drafts)
+            return HeldChoice(tokens, last.finish_reason, *drafts)
 
         choices = [had(self.events.get(index, [])) for index in range(self.arrival.request.params.n)]
         return Held(tuple(choices), None if self.first_s is None else self.cached_tokens)

@@ -124,7 +124,7 @@ class KeyTable:
         self.tenants = {tenant.name: tenant for tenant in tenants}
         self.keys = tuple(keys)
         """All that were ever created, including revoked ones."""
-        self._pepper = pepper
+        self.pepper = pepper
         self._by_head: dict[bytes, list[Key]] = {}
         for key in self.keys:
             self._by_head.setdefault(key.digest[:_HEAD_BYTES], []).append(key)
@@ -137,7 +137,7 @@ class KeyTable:
         """
         if not presented.startswith(KEY_MARK) or len(presented) > MAX_KEY_CHARS:
             return None
-        digest = key_digest(self._pepper, presented)
+        digest = key_digest(self.pepper, presented)
         for key in self._by_head.get(digest[:_HEAD_BYTES], ()):
             if compare_digest(key.digest, digest) and key.is_good(now_s):
                 return Caller(tenant=self.tenants[key.tenant], key=key.prefix, admin=key.admin)

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from tripool.core import Usage
 from tripool.tenants.key_store import KeyStore, KeyStoreError
@@ -29,6 +29,36 @@ _WRITE = "INSERT INTO usage VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDAT
 )
 _Line = tuple[int, str, str, str]
 """Hour, tenant, key and model."""
+_ONCE = "CREATE TABLE IF NOT EXISTS counted (id TEXT PRIMARY KEY, at_s INTEGER NOT NULL) STRICT, WITHOUT ROWID"
+_ONCE_S = 86_400
+"""How long it is known that something was counted."""
+
+
+_Once = tuple[str, _Line, Counter[str], Callable[[], object]]
+"""Its id, its line, its sums, and what to call when it is written."""
+
+
+class Counted(Protocol):
+    """Usage that may be said to several logs of one key store, and counts once: see `router/kept_types.py`."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def tenant(self) -> str: ...
+
+    @property
+    def caller(self) -> str: ...
+
+    @property
+    def model(self) -> str: ...
+
+    @property
+    def usages(self) -> Sequence[Usage]: ...
+
+    @property
+    def begins(self) -> bool: ...
+
 
 By = Literal["hour", "day", "model", "tenant", "key"]
 _GROUPS: dict[By, str] = {
@@ -49,6 +79,7 @@ class UsageLog:
         self._waiting: dict[_Line, Counter[str]] = {}
         """Sums of each line, by column."""
         self._last_used_s: dict[str, float] = {}
+        self._once: list[_Once] = []
         self._writing = threading.Lock()
         """One batch at a time: `flush` returns when everything added before it is on disk."""
         self._some = threading.Event()
@@ -59,15 +90,22 @@ class UsageLog:
     def add(self, caller: Caller, model: str, usages: Sequence[Usage]) -> None:
         """One HTTP request, with the usage of each of its prompts."""
         now_s = self._clock()
-        line = (int(now_s) // HOUR_S * HOUR_S, caller.tenant.name, caller.key, model)
+        line = (_hour_of(now_s), caller.tenant.name, caller.key, model)
         with self._lock:
             if line not in self._waiting and len(self._waiting) >= _MAX_LINES:
                 self._sum_hours()
             used = self._waiting.setdefault(line, Counter())
-            used["requests"] += 1
-            for name in _SUMS[1:]:
-                used[name] += sum(getattr(usage, name) for usage in usages)
+            used.update(_sums(usages, 1))
             self._last_used_s[caller.key] = now_s
+        self._some.set()
+
+    def count(self, count: Counted, done: Callable[[], object]) -> None:
+        """`done` is called, from another thread, when it is on disk."""
+        now_s = self._clock()
+        line = (_hour_of(now_s), count.tenant, count.caller, count.model)
+        with self._lock:
+            self._once.append((count.id, line, _sums(count.usages, int(count.begins)), done))
+            self._last_used_s[count.caller] = now_s
         self._some.set()
 
     def flush(self) -> None:
@@ -76,13 +114,16 @@ class UsageLog:
             with self._lock:
                 waiting, self._waiting = self._waiting, {}
                 last_used_s, self._last_used_s = self._last_used_s, {}
-            if not waiting:
+                once, self._once = self._once, []
+            if not (waiting or once):
                 return
             try:
-                self._write(waiting, last_used_s)
+                self._write(waiting, once, last_used_s)
             except KeyStoreError:
-                self._keep(waiting, last_used_s)
+                self._keep(waiting, once, last_used_s)
                 raise
+        for _, _, _, done in once:
+            done()
 
     def close(self) -> None:
         """Write the rest; on failure raises KeyStoreError, and the rest is lost."""
@@ -91,15 +132,23 @@ class UsageLog:
         self._thread.join()
         self.flush()
 
-    def _write(self, waiting: dict[_Line, Counter[str]], last_used_s: dict[str, float]) -> None:
+    def _write(self, waiting: dict[_Line, Counter[str]], once: Sequence[_Once], last_used_s: dict[str, float]) -> None:
         rows = [(*line, *(used[name] for name in _SUMS)) for line, used in waiting.items()]
         with KeyStore(self._path) as key_store, key_store.writing() as db:
+            if once:
+                now_s = int(self._clock())
+                db.execute(_ONCE)
+                db.execute("DELETE FROM counted WHERE at_s < ?", (now_s - _ONCE_S,))
+                for count_id, line, used, _ in once:
+                    if db.execute("INSERT OR IGNORE INTO counted VALUES (?, ?)", (count_id, now_s)).rowcount:
+                        rows.append((*line, *(used[name] for name in _SUMS)))
             db.executemany(_WRITE, rows)
             marks = [(at_s, key) for key, at_s in last_used_s.items()]
             db.executemany("UPDATE keys SET last_used_s = ? WHERE prefix = ?", marks)
 
-    def _keep(self, waiting: dict[_Line, Counter[str]], last_used_s: dict[str, float]) -> None:
+    def _keep(self, waiting: dict[_Line, Counter[str]], once: Sequence[_Once], last_used_s: dict[str, float]) -> None:
         with self._lock:
+            self._once = [*once, *self._once]
             for line, used in waiting.items():
                 self._waiting.setdefault(line, Counter()).update(used)
             self._last_used_s = last_used_s | self._last_used_s
@@ -122,6 +171,15 @@ class UsageLog:
                 self.flush()
             except KeyStoreError:
                 continue  # kept, and retried with the next batch
+
+
+def _hour_of(now_s: float) -> int:
+    return int(now_s) // HOUR_S * HOUR_S
+
+
+def _sums(usages: Sequence[Usage], requests: int) -> Counter[str]:
+    tokens = {name: sum(getattr(usage, name) for usage in usages) for name in _SUMS[1:]}
+    return Counter({"requests": requests, **tokens})
 
 
 def read_usage(

@@ -29,7 +29,10 @@ _BLOCKS: Mapping[str, set[str]] = {
 
 def to_chat(fields: Mapping[str, Any]) -> tuple[dict[str, Any], list[Message]]:
     """Fields of a chat completion, and the conversation for a chat template."""
-    same = ("model", "max_tokens", "stop", "stream", "temperature", "top_p", "top_k", "slo", "priority")
+    same = (
+        "model", "max_tokens", "stop", "stream", "temperature", "top_p", "top_k", "slo", "priority", "cache_salt",
+        "chat_template_kwargs",
+    )  # fmt: skip
     chat: dict[str, Any] = {name: fields[name] for name in same if name in fields}
     _check_thread(fields.get("thread", {}))
     conversation = list(_system(fields.get("system")))
@@ -43,7 +46,10 @@ def to_chat(fields: Mapping[str, Any]) -> tuple[dict[str, Any], list[Message]]:
     if "tool_choice" in fields:
         chat |= _tool_choice(fields["tool_choice"])
     if "thinking" in fields:
-        chat |= _thinking(fields["thinking"])
+        said = _thinking(fields["thinking"])
+        if "chat_template_kwargs" in said:
+            said["chat_template_kwargs"] |= chat.get("chat_template_kwargs", {})
+        chat |= said
     if "output_format" in fields:  # the older name of a part of `output_config`
         chat |= _output_config({"format": fields["output_format"]})
     if "output_config" in fields:

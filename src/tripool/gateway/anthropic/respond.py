@@ -10,7 +10,6 @@ from tripool.core import Usage
 from tripool.errors import InvalidRequest, TripoolError
 from tripool.gateway.body import decode_object
 from tripool.gateway.job import Job
-from tripool.gateway.output_parser import OutputParser
 from tripool.gateway.refusals import error_shape
 from tripool.gateway.respond import EVENT_STREAM, Facts, encode
 from tripool.gateway.tool_parser import CallBegins, Content, Piece, Thought
@@ -25,7 +24,7 @@ class AnthropicFormatter:
 
     def __init__(self, job: Job, *, model: str) -> None:
         self._job, self._model = job, model
-        self._parser = OutputParser(calls=job.calls, thinks=job.thinks)
+        self._parser = job.parser()
         self._block = -1
         """Index of the newest block."""
         self._kind: str | None = None

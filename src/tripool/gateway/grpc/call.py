@@ -27,7 +27,7 @@ from tripool.gateway.grpc.respond import ERROR
 from tripool.gateway.grpc.routes import IS_CALL
 from tripool.gateway.slo import HEADERS
 
-_READ = frozenset({"authorization", "x-api-key", "x-request-id", *HEADERS})
+_READ = frozenset({"authorization", "x-api-key", "x-request-id", "idempotency-key", *HEADERS})
 _SHOWN = frozenset({"x-request-id", "x-tripool-unenforced", "retry-after"})
 _MAX_CHARS = 1024
 """Of a value in trailing metadata: clients refuse those of more than 8 KiB in all."""

@@ -9,7 +9,6 @@ from tripool.answer import Answer, Delta
 from tripool.errors import TripoolError
 from tripool.gateway.grpc.messages import GenerateReply
 from tripool.gateway.job import Job
-from tripool.gateway.output_parser import OutputParser
 from tripool.gateway.refusals import error_shape
 from tripool.gateway.respond import Facts, encode, shown_finish
 from tripool.gateway.tool_parser import CallBegins, Content, Piece, Thought
@@ -25,7 +24,7 @@ class GrpcFormatter:
     def __init__(self, job: Job) -> None:
         self._job = job
         choices = range(job.requests[0].params.n)
-        self._parsers = [OutputParser(calls=job.calls, thinks=job.thinks) for _ in choices]
+        self._parsers = [job.parser() for _ in choices]
 
     def take(self, index: int, delta: Delta) -> None:
         raise AssertionError("every answer is a stream")

@@ -10,7 +10,6 @@ from tripool.answer import Answer, Delta
 from tripool.errors import InvalidRequest, TripoolError
 from tripool.gateway.body import decode_object
 from tripool.gateway.job import Job
-from tripool.gateway.output_parser import OutputParser
 from tripool.gateway.refusals import error_shape
 from tripool.gateway.respond import Facts, encode
 from tripool.gateway.tool_parser import CallBegins, Content, ParsedOutput, Piece, Thought
@@ -26,7 +25,7 @@ class OllamaFormatter:
     def __init__(self, job: Job, *, model: str, created_s: int) -> None:
         self._chat = job.api == "ollama_chat"
         self._head = {"model": model, "created_at": datetime.fromtimestamp(created_s, UTC).isoformat()}
-        self._parser = OutputParser(calls=job.calls, thinks=job.thinks)
+        self._parser = job.parser()
         self._num_called = 0
         """Calls that were sent."""
 

@@ -44,18 +44,27 @@ _COUNTED: Mapping[str, JsonType] = {
 """Fields that decide how many tokens the input has, and their companions in a count."""
 _IGNORED = (
     "user", "safety_identifier", "service_tier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options",
-    "max_tool_calls", "client_metadata", "context_management", "moderation",
+    "max_tool_calls", "client_metadata", "context_management", "moderation", "session_id", "kv_transfer_params",
+    "ec_transfer_params", "mm_processor_kwargs", "mm_payload", "media_io_kwargs", "vllm_xargs",
 )  # fmt: skip
-_ONLY_PLAIN: Mapping[str, tuple[Any, ...]] = {"background": (False,), "conversation": (), "prompt": ()}
+_ONLY_PLAIN: Mapping[str, tuple[Any, ...]] = {
+    "background": (False,),
+    "conversation": (),
+    "prompt": (),
+    "enable_response_messages": (False,),
+    "previous_input_messages": (),
+    "watermarking": (False,),
+    "return_mm_kwargs": (False,),
+}
 
 RESPONSES = Fields(
     known={
         **_COUNTED,
         **_all(of.NUMBER, "temperature top_p min_p repetition_penalty frequency_penalty presence_penalty"),
         **_all(of.INTEGER, "max_output_tokens top_logprobs top_k seed min_tokens priority"),
-        **_all(of.BOOLEAN, "stream store ignore_eos skip_special_tokens"),
+        **_all(of.BOOLEAN, "stream store ignore_eos skip_special_tokens include_reasoning include_stop_str_in_output"),
         **_all(of.TEXT, "request_id cache_salt"),
-        **_all(of.OBJECT, "metadata slo"),
+        **_all(of.OBJECT, "metadata slo structured_outputs"),
         "stream_options": STREAM_OPTIONS,
         "include": of.CHOICES,
         "stop": of.STOP,

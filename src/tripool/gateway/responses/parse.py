@@ -18,6 +18,7 @@ _SAME = (
     "model", "stream", "temperature", "top_p", "min_p", "top_k", "repetition_penalty", "frequency_penalty",
     "presence_penalty", "seed", "min_tokens", "priority", "ignore_eos", "skip_special_tokens", "request_id",
     "cache_salt", "slo", "stop", "stop_token_ids", "logit_bias", "parallel_tool_calls", "chat_template_kwargs",
+    "include_reasoning", "include_stop_str_in_output", "structured_outputs",
 )  # fmt: skip
 """Fields with the name and meaning that they have in a chat."""
 

@@ -22,7 +22,6 @@ from tripool.core import TokenLogprobs, Usage
 from tripool.errors import TripoolError
 from tripool.gateway.job import Job
 from tripool.gateway.logprobs import chat_logprobs
-from tripool.gateway.output_parser import OutputParser
 from tripool.gateway.respond import EVENT_STREAM, Facts, encode
 from tripool.gateway.responses.output import (
     CallItem,
@@ -54,7 +53,7 @@ class ResponsesFormatter:
         self._head = {"id": job.id, "object": "response", "created_at": created_s, "model": model}
         more = {"store": stored, "temperature": params.temperature, "top_p": params.top_p}
         self._repeated = encode({**shown.fields, **more})
-        self._parser = OutputParser(calls=job.calls, thinks=job.thinks)
+        self._parser = job.parser()
         self._items: list[OutputItem] = []
         self._open: OutputItem | None = None
         """The newest item, until it is finished."""

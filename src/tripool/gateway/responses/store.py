@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import msgspec
 
 from tripool.errors import InvalidRequest, TripoolError
-from tripool.gateway.responses.items import Item, wrong
+from tripool.gateway.responses.items import Item
 from tripool.gateway.responses.recent import RecentItems
 
 _MAX_CHAIN = 10_000
@@ -32,6 +32,18 @@ class ResponseUnknown(TripoolError, status=404, code="response_not_found"):
 class PreviousUnknown(InvalidRequest, code="previous_response_not_found"):
     """The conversation that a request continues is not stored, or not any more."""
 
+    def __init__(self, response_id: str, *, hint: str) -> None:
+        super().__init__(f"there is no response '{response_id[:100]}'", hint=hint, param="previous_response_id")
+        self.response_id = response_id
+
+
+class ItemUnknown(InvalidRequest):
+    """An item that a request refers to is not stored, or not any more."""
+
+    def __init__(self, item_id: str, *, hint: str) -> None:
+        super().__init__(f"there is no item '{item_id[:100]}'", hint=hint, param="input")
+        self.item_id = item_id
+
 
 class History(Protocol):
     """The stored responses of one tenant, as a request sees them."""
@@ -41,7 +53,7 @@ class History(Protocol):
         ...
 
     def item(self, item_id: str) -> Item:
-        """Raises InvalidRequest."""
+        """Raises ItemUnknown."""
         ...
 
 
@@ -160,9 +172,13 @@ class ResponseStore:
     def history(self, tenant: str) -> History:
         return _TenantHistory(self, tenant)
 
+    def response_of(self, tenant: str, item_id: str) -> str | None:
+        """The id of the stored response that has this output item."""
+        return self._by_item.get((tenant, item_id))
+
     def item(self, tenant: str, item_id: str) -> Item | None:
         """An output item of a stored response, or a recent one."""
-        response_id = self._by_item.get((tenant, item_id))
+        response_id = self.response_of(tenant, item_id)
         stored = None if response_id is None else self.find(tenant, response_id)
         found = () if stored is None else _output(stored)
         recent = None if self.recent is None else self.recent.find(tenant, item_id)
@@ -185,8 +201,7 @@ class _TenantHistory:
         while wanted is not None:
             stored = self._store.find(self._tenant, wanted) if len(parts) < 2 * _MAX_CHAIN else None
             if stored is None:
-                message = f"there is no response '{wanted[:100]}'"
-                raise PreviousUnknown(message, hint=self._hint, param="previous_response_id")
+                raise PreviousUnknown(wanted, hint=self._hint)
             parts += [_output(stored), _decode(stored.items)]
             wanted = stored.previous
         return [item for part in reversed(parts) for item in part]
@@ -194,7 +209,7 @@ class _TenantHistory:
     def item(self, item_id: str) -> Item:
         found = self._store.item(self._tenant, item_id)
         if found is None:
-            raise wrong(f"there is no item '{item_id[:100]}'", hint=self._hint)
+            raise ItemUnknown(item_id, hint=self._hint)
         return found
 
 
