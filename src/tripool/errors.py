@@ -149,13 +149,12 @@ class TensorShape(CheckpointError, code="tensor_shape"):
 
 def error_of(code: str, message: str, hint: str) -> TripoolError:
     """The error for a code received from another process; a `TripoolError` if the code is unknown here."""
-    tree = [TripoolError]
+    found, tree = TripoolError, [TripoolError]
     while tree:
         kind = tree.pop()
-        if kind.code == code:  # before its children, which may have the same one
-            return kind(message, hint=hint)
+        found = kind if kind.code == code else found
         tree += kind.__subclasses__()
-    return TripoolError(message, hint=hint)
+    return found(message, hint=hint)
 
 
 class NotExact(TripoolError, code="not_exact"):

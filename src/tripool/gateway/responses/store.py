@@ -37,7 +37,7 @@ class PreviousUnknown(InvalidRequest, code="previous_response_not_found"):
         self.response_id = response_id
 
 
-class ItemUnknown(InvalidRequest):
+class ItemUnknown(InvalidRequest, code="item_not_found"):
     """An item that a request refers to is not stored, or not any more."""
 
     def __init__(self, item_id: str, *, hint: str) -> None:
