@@ -213,7 +213,8 @@ def main() -> int:
                 bench.kill(number)
     survivors, lost, reentry = (sorted(column) for column in zip(*bench.kills, strict=True))
     stall = survivors[min(count - 1, round(0.99 * (count - 1)))]
-    note = f"{count} kills; median {1e3 * statistics.median(survivors):.0f} ms"
+    longest = ", ".join(f"{1e3 * gap_s:.0f}" for gap_s in reversed(survivors[-4:]))
+    note = f"{count} kills; median {1e3 * statistics.median(survivors):.0f} ms, longest {longest}"
     rows = [
         limit("longest gap of a stream on the rank that is left, p99", 1e3 * stall, STALL_MS, "ms", note),
         limit("longest gap of a stream whose rank died, median", 1e3 * statistics.median(lost), None, "ms", ""),

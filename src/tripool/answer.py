@@ -88,7 +88,8 @@ class Answer:
         finder = StopFinder(request.params.stop) if finder is None else finder
         self._drafts = [_Draft(Detokenizer(tokenizer, request.params, finder)) for _ in range(request.params.n)]
         self._num_cached_tokens = 0
-        self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+        asked = request.params.prompt_logprobs is not None
+        self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = () if asked else None
         # Sums over the choices: a stream may report its usage with every token.
         self._num_tokens = self._num_drafted = self._num_accepted = 0
 

@@ -53,6 +53,11 @@ def test_a_known_prefix_changes_nothing(llm):
     assert plain.token_ids == first.token_ids
 
 
+def test_a_prompt_of_one_token_has_none_but_was_asked(llm):
+    (answer,) = llm.generate([[300]], SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=2))
+    assert answer.prompt_logprobs == ()
+
+
 def test_several_choices_share_them(llm):
     alone, several = scored(llm, "A dog", top=0), scored(llm, "A dog", top=0, n=3)
     assert several.prompt_logprobs == alone.prompt_logprobs
